@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * Marks, ports, types and maps shared by all programs.
+ *
+ * Addresses are 16 bytes everywhere, IPv4 as ::ffff:a.b.c.d, so that one map and one code path serve both families
+ * and sockets of AF_INET6 that talk IPv4. Ports are in host byte order, so that a map dump reads as people write them.
+ * Everything about a pod is keyed by its network namespace's cookie: a 64-bit number that the kernel never reuses.
+ */
+#ifndef REDIRECTOR_H
+#define REDIRECTOR_H
+
+#include <stdbool.h>
+
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/in6.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/tcp.h>
+
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+/* Not in the UAPI headers that programs may include; the values are fixed by the kernel's ABI. */
+#define AF_INET 2
+#define AF_INET6 10
+#define SOL_SOCKET 1
+#define SO_BINDTODEVICE 25
+#define SO_MARK 36
+#define EEXIST 17
+
+/* The loopback device has this index in every network namespace. */
+#define LOOPBACK_IFINDEX 1
+
+/*
+ * Socket marks. Only the bits under MARK_MASK are ours; the upper 20 belong to others and are kept.
+ * One ip rule, fwmark 0x110/0xffc, covers both marks that are routed to lo.
+ */
+#define MARK_MASK 0xfff
+#define MARK_PROXY 0x539   /* set by the node proxy on its sockets: never captured */
+#define MARK_CAPTURE 0x112 /* an app's connection on its way to the proxy's outbound listener */
+#define MARK_REPLY 0x111   /* a connection between proxy and app whose source is foreign: stays on lo */
+
+/* The node proxy's listeners in the pod. */
+#define PORT_OUTBOUND 15001
+#define PORT_INBOUND 15006
+#define PORT_HBONE 15008
+
+/*
+ * Listeners on one port that the map holds at once: two proxies (a rolling update) with a socket per address family,
+ * and as many again. The members of a SO_REUSEPORT group need one entry, not one each.
+ */
+#define LISTENER_SLOTS 8
+
+/* Capacities. Entries are allocated as they are needed, except in the LRU map. */
+#define MAX_PODS 8192
+#define MAX_OWN_ADDRS 65536
+#define MAX_LISTENERS 65536
+#define MAX_ADMITTED 65536
+
+/* Names a pod by its network namespace. */
+struct netns_key {
+	__u64 netns_cookie;
+};
+
+/* An enrolled pod. That the entry exists is what switches capture on. */
+struct pod {
+	char uid[64];    /* NUL-padded */
+	__u64 netns_ino; /* the namespace's inode number, as in /proc/PID/ns/net */
+	/* 1: this sysctl was 0 before enrolment and must be 0 again after it. */
+	__u8 restore_tcp_fwmark_accept; /* net.ipv4.tcp_fwmark_accept */
+	__u8 restore_fwmark_reflect;    /* net.ipv4.fwmark_reflect */
+	__u8 restore_fwmark_reflect_v6; /* net.ipv6.fwmark_reflect */
+	__u8 reserved[5];
+};
+
+/* An address on one of the pod's interfaces. */
+struct own_addr_key {
+	__u64 netns_cookie;
+	__u8 addr[16];
+};
+
+struct own_addr {
+	__u32 ifindex; /* the interface that carries it */
+};
+
+/* One of the proxy's listening sockets in a pod. */
+struct listener_key {
+	__u64 netns_cookie;
+	__u32 port;
+	__u32 slot; /* 0 to LISTENER_SLOTS-1 */
+};
+
+/* A connection as its receiver sees the first SYN. */
+struct flow_key {
+	__u64 netns_cookie; /* of the receiver */
+	__u8 src[16];
+	__u8 dst[16];
+	__u32 sport;
+	__u32 dport;
+};
+
+enum admitted_by {
+	ADMITTED_BY_PROXY = 1, /* the node proxy connects to the app with the client's address */
+};
+
+struct admission {
+	enum admitted_by by;
+};
+
+/* What happened to a pod's connections since it was enrolled. Each counts connections unless it says otherwise. */
+struct pod_counters {
+	__u64 outbound_captured;    /* the app's connect(), marked to go to the proxy */
+	__u64 outbound_steered;     /* SYNs handed to the outbound listener; more than captured if SYNs are repeated */
+	__u64 outbound_no_listener; /* SYNs dropped: no proxy listens for outbound connections */
+	__u64 inbound_steered;      /* SYNs of peers handed to the inbound listener */
+	__u64 inbound_no_listener;  /* SYNs dropped: no proxy listens for inbound connections */
+	__u64 hbone_steered;        /* SYNs of peers to the mesh tunnel's port handed to the proxy's listener there */
+	__u64 hbone_no_listener;    /* SYNs dropped: no proxy listens on the mesh tunnel's port */
+	__u64 proxy_to_app;         /* the proxy's connect() to the app with the client's address: admitted */
+	__u64 proxy_outbound;       /* the proxy's connect() to anything outside the pod */
+	__u64 own_address;          /* connect() to loopback or to one of the pod's own addresses: untouched */
+	__u64 capture_failed;       /* connect() that could not be marked; the seal drops what it sends */
+	__u64 seal_dropped;         /* packets, not connections: fresh SYNs on their way out past the proxy */
+	__u64 listeners_added;      /* proxy listeners that connections can be steered to */
+	__u64 listeners_rejected;   /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
+	__u64 marked_listeners;     /* app listeners with a mark of their own: proxied inbound connections fail there */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MAX_PODS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct netns_key);
+	__type(value, struct pod);
+} pods SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MAX_OWN_ADDRS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct own_addr_key);
+	__type(value, struct own_addr);
+} own_addrs SEC(".maps");
+
+/* An entry goes by itself when its socket closes. Listening sockets in it need kernel 5.7. */
+struct {
+	__uint(type, BPF_MAP_TYPE_SOCKHASH);
+	__uint(max_entries, MAX_LISTENERS);
+	__type(key, struct listener_key);
+	__type(value, __u64);
+} listeners SEC(".maps");
+
+/*
+ * Flows that pass to the app's own listener, from connect() to close. Least recently used go first when it is full,
+ * which is harmless: an established connection is found by the stack without asking us.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_ADMITTED);
+	__type(key, struct flow_key);
+	__type(value, struct admission);
+} admitted SEC(".maps");
+
+/* Entries are made by user space at enrolment; a program only adds to one that is there. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_HASH);
+	__uint(max_entries, MAX_PODS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct netns_key);
+	__type(value, struct pod_counters);
+} counters SEC(".maps");
+
+/* Programs that others call, by index. The loader fills it; a new version of a program takes effect for all pods at once. */
+enum tail_call {
+	TAIL_CALL_SEAL_PKT,
+	TAIL_CALLS,
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+	__uint(max_entries, TAIL_CALLS);
+	__type(key, enum tail_call);
+	__type(value, __u32);
+} tail_calls SEC(".maps");
+
+/* Each CPU has its own copy, and a program is not moved between CPUs: a plain addition loses nothing. */
+#define count(cookie, what)                                                                                            \
+	do {                                                                                                           \
+		struct netns_key key_ = {.netns_cookie = (cookie)};                                                    \
+		struct pod_counters *c_ = bpf_map_lookup_elem(&counters, &key_);                                       \
+		if (c_)                                                                                                \
+			c_->what++;                                                                                    \
+	} while (0)
+
+static __always_inline const struct pod *pod_lookup(__u64 cookie)
+{
+	struct netns_key key = {.netns_cookie = cookie};
+
+	return bpf_map_lookup_elem(&pods, &key);
+}
+
+/*
+ * Reads a 32-bit field of a program's context at a fixed offset, as the verifier demands. Left alone, the compiler folds
+ * the loads of two branches into one at a computed offset.
+ */
+#define ctx_read32(ctx, field)                                                                                         \
+	({                                                                                                             \
+		__u32 value_;                                                                                          \
+		asm volatile("%0 = *(u32 *)(%1 + %2)"                                                                  \
+			     : "=r"(value_)                                                                            \
+			     : "r"(ctx), "i"(__builtin_offsetof(typeof(*(ctx)), field)));                              \
+		value_;                                                                                                \
+	})
+
+/* The address as words in network byte order: what the contexts give and comparisons want. */
+union ip_addr {
+	__u8 bytes[16];
+	__u32 words[4];
+};
+
+static __always_inline void addr_from_v4(union ip_addr *to, __u32 v4)
+{
+	to->words[0] = 0;
+	to->words[1] = 0;
+	to->words[2] = bpf_htonl(0xffff);
+	to->words[3] = v4;
+}
+
+/* From a context's array of four words. */
+#define addr_from_v6(to, ctx, field)                                                                                   \
+	do {                                                                                                           \
+		(to)->words[0] = ctx_read32(ctx, field[0]);                                                            \
+		(to)->words[1] = ctx_read32(ctx, field[1]);                                                            \
+		(to)->words[2] = ctx_read32(ctx, field[2]);                                                            \
+		(to)->words[3] = ctx_read32(ctx, field[3]);                                                            \
+	} while (0)
+
+/* Is it an address of this pod? Those of lo are in the map with the others, but of 127.0.0.0/8 every address counts. */
+static __always_inline bool addr_is_own(__u64 cookie, const union ip_addr *a)
+{
+	struct own_addr_key key = {.netns_cookie = cookie};
+
+	if (!a->words[0] && !a->words[1] && a->words[2] == bpf_htonl(0xffff) && a->bytes[12] == 127)
+		return true;
+	__builtin_memcpy(key.addr, a->bytes, sizeof(key.addr));
+	return bpf_map_lookup_elem(&own_addrs, &key) != NULL;
+}
+
+/*
+ * The cookie of the pod that a per-pod program serves, as an immediate: neither sk_lookup (on any kernel) nor tc (before
+ * 6.15) can ask in which network namespace it runs. The loader finds this constant and puts the cookie there.
+ */
+#define NETNS_COOKIE_IMMEDIATE 0x72656469722e6e73
+
+static __always_inline __u64 pod_netns_cookie(void)
+{
+	__u64 cookie;
+
+	asm volatile("%0 = %1 ll" : "=r"(cookie) : "i"(NETNS_COOKIE_IMMEDIATE));
+	return cookie;
+}
+
+#endif

@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+//go:build ignore
+
+/*
+ * sk_lookup: asked by the stack of one pod's network namespace which listener a SYN is for, after reassembly and header
+ * parsing. Packets of established connections never come here.
+ *
+ * Every enrolment loads a copy, and the time that takes goes by the number of instructions the verifier walks through:
+ * hence one loop for all three listeners.
+ */
+
+/* Gives the SYN to the proxy's listener on that port. */
+__noinline int assign_listener(struct bpf_sk_lookup *ctx, __u64 cookie, __u32 port)
+{
+	struct listener_key key = {.netns_cookie = cookie, .port = port};
+	struct bpf_sock *sk;
+	__u32 slot;
+	int err;
+
+#pragma clang loop unroll(disable)
+	for (slot = 0; slot < LISTENER_SLOTS; slot++) {
+		key.slot = slot;
+		sk = bpf_map_lookup_elem(&listeners, &key);
+		if (!sk)
+			continue;
+		err = bpf_sk_assign(ctx, sk, 0);
+		bpf_sk_release(sk);
+		if (!err) /* else: a listener of the other address family */
+			return 1;
+	}
+	return 0;
+}
+
+__noinline int count_steered(__u64 cookie, __u32 port, int assigned)
+{
+	struct netns_key key = {.netns_cookie = cookie};
+	struct pod_counters *c = bpf_map_lookup_elem(&counters, &key);
+
+	if (!c)
+		return 0;
+	if (assigned) {
+		if (port == PORT_OUTBOUND)
+			c->outbound_steered++;
+		else if (port == PORT_INBOUND)
+			c->inbound_steered++;
+		else
+			c->hbone_steered++;
+		return 0;
+	}
+	if (port == PORT_OUTBOUND)
+		c->outbound_no_listener++;
+	else if (port == PORT_INBOUND)
+		c->inbound_no_listener++;
+	else
+		c->hbone_no_listener++;
+	return 0;
+}
+
+/* Source and destination, the context's unused family being all zero. No branch: two paths double what is verified. */
+static __always_inline void packet_addrs(struct bpf_sk_lookup *ctx, union ip_addr *src, union ip_addr *dst)
+{
+	__u32 mapped = ctx->family == AF_INET ? bpf_htonl(0xffff) : 0;
+
+	src->words[0] = ctx_read32(ctx, remote_ip6[0]);
+	src->words[1] = ctx_read32(ctx, remote_ip6[1]);
+	src->words[2] = ctx_read32(ctx, remote_ip6[2]) | mapped;
+	src->words[3] = ctx_read32(ctx, remote_ip6[3]) | ctx_read32(ctx, remote_ip4);
+	dst->words[0] = ctx_read32(ctx, local_ip6[0]);
+	dst->words[1] = ctx_read32(ctx, local_ip6[1]);
+	dst->words[2] = ctx_read32(ctx, local_ip6[2]) | mapped;
+	dst->words[3] = ctx_read32(ctx, local_ip6[3]) | ctx_read32(ctx, local_ip4);
+}
+
+/*
+ * Which of the proxy's listeners is this SYN for? 0: none, it is the app's. The order is that of the decisions in
+ * docs/ARCHITECTURE.md.
+ */
+static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
+{
+	struct flow_key flow = {.netns_cookie = cookie};
+	union ip_addr src, dst;
+
+	packet_addrs(ctx, &src, &dst);
+
+	/*
+	 * By lo comes what sock_ops marked, for its route is "local default dev lo"; and what is for loopback. What is
+	 * for an address of another interface carries that interface's index, even when it did travel over lo.
+	 */
+	if (ctx->ingress_ifindex == LOOPBACK_IFINDEX)
+		return addr_is_own(cookie, &dst) ? 0 : PORT_OUTBOUND;
+
+	/* From the pod to itself. */
+	if (addr_is_own(cookie, &src))
+		return 0;
+
+	/* From the proxy to the app. */
+	__builtin_memcpy(flow.src, src.bytes, sizeof(flow.src));
+	__builtin_memcpy(flow.dst, dst.bytes, sizeof(flow.dst));
+	flow.sport = bpf_ntohs(ctx->remote_port);
+	flow.dport = ctx->local_port;
+	if (bpf_map_lookup_elem(&admitted, &flow))
+		return 0;
+
+	/* The mesh tunnel ends at the proxy itself. Assigned, not passed: an app that listens there gets nothing. */
+	return ctx->local_port == PORT_HBONE ? PORT_HBONE : PORT_INBOUND;
+}
+
+/*
+ * redir_steer: hands new connections to the node proxy's listeners; without one they are dropped, never passed on. One
+ * copy per pod, with the pod's cookie in it. Needs kernel 5.17 (ingress_ifindex).
+ */
+SEC("sk_lookup")
+int redir_steer(struct bpf_sk_lookup *ctx)
+{
+	__u64 cookie = pod_netns_cookie();
+	__u32 port;
+	int assigned;
+
+	if (ctx->protocol != IPPROTO_TCP || !pod_lookup(cookie))
+		return SK_PASS;
+	port = proxy_port(ctx, cookie);
+	if (!port)
+		return SK_PASS;
+	assigned = assign_listener(ctx, cookie, port);
+	count_steered(cookie, port, assigned);
+	barrier_var(assigned); /* the verifier does not know that it is 0 or 1, and wants a verdict to be */
+	return assigned ? SK_PASS : SK_DROP;
+}
