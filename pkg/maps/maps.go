@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package maps gives typed access to the dataplane's BPF maps. Nothing else in user space knows their layout, which comes
+// from the C types by bpf2go. What writes to which map:
+//
+//	pods, own_addrs   user space; programs read
+//	counters          user space makes and removes entries; programs count
+//	listeners         the sock_ops program; user space looks, and clears after a pod has left
+//	admitted          the sock_ops program
+package maps
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"reflect"
+	"strings"
+	"unicode"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/bpf"
+)
+
+// The ports that the node proxy listens on in each pod, as in bpf/redirector.h.
+const (
+	PortOutbound = 15001 // what the pod's apps send
+	PortInbound  = 15006 // what peers send in plain
+	PortHBONE    = 15008 // the mesh tunnel
+)
+
+// listenerSlots is LISTENER_SLOTS of bpf/redirector.h: how many listeners on one port a pod can have in the map.
+const listenerSlots = 8
+
+// UIDMax is the length of the longest pod UID that the pods map holds, in bytes.
+const UIDMax = len(bpf.RedirectorPod{}.Uid) - 1
+
+// Maps are the open maps of the dataplane. Its methods may be called from several goroutines.
+type Maps struct {
+	bpf.RedirectorMaps
+}
+
+// Pod is what the programs and an agent that starts anew know about an enrolled pod.
+type Pod struct {
+	UID        string  // at most UIDMax bytes
+	NetNSInode uint64  // as in /proc/PID/ns/net
+	Restore    Restore // what to undo when the pod leaves
+}
+
+// Restore names the sysctls that were 0 before enrolment, and that must be 0 again after it.
+type Restore struct {
+	TCPFwmarkAccept bool // net.ipv4.tcp_fwmark_accept
+	FwmarkReflect   bool // net.ipv4.fwmark_reflect
+	FwmarkReflectV6 bool // net.ipv6.fwmark_reflect
+}
+
+// PutPod makes or changes the entry of the pod whose network namespace has that cookie. From then on it is captured.
+func (m *Maps) PutPod(cookie uint64, pod Pod) error {
+	if len(pod.UID) > UIDMax {
+		return fmt.Errorf("pod UID %q is longer than %d bytes", pod.UID, UIDMax)
+	}
+	value := bpf.RedirectorPod{
+		NetnsIno:               pod.NetNSInode,
+		RestoreTcpFwmarkAccept: bit(pod.Restore.TCPFwmarkAccept),
+		RestoreFwmarkReflect:   bit(pod.Restore.FwmarkReflect),
+		RestoreFwmarkReflectV6: bit(pod.Restore.FwmarkReflectV6),
+	}
+	for i := range len(pod.UID) {
+		value.Uid[i] = int8(pod.UID[i])
+	}
+	if err := m.RedirectorMaps.Pods.Put(bpf.RedirectorNetnsKey{NetnsCookie: cookie}, value); err != nil {
+		return fmt.Errorf("map pods: put %d: %w", cookie, explain(err))
+	}
+	return nil
+}
+
+// Pod looks up the entry of a network namespace; the error wraps ebpf.ErrKeyNotExist when there is none.
+func (m *Maps) Pod(cookie uint64) (Pod, error) {
+	var value bpf.RedirectorPod
+	if err := m.RedirectorMaps.Pods.Lookup(bpf.RedirectorNetnsKey{NetnsCookie: cookie}, &value); err != nil {
+		return Pod{}, fmt.Errorf("map pods: look up %d: %w", cookie, err)
+	}
+	return podOf(&value), nil
+}
+
+// DeletePod switches capture off for a network namespace. That there is no entry is no error.
+func (m *Maps) DeletePod(cookie uint64) error {
+	return drop(m.RedirectorMaps.Pods, bpf.RedirectorNetnsKey{NetnsCookie: cookie})
+}
+
+// Pods returns all entries by netns cookie.
+func (m *Maps) Pods() (map[uint64]Pod, error) {
+	all := map[uint64]Pod{}
+	var key bpf.RedirectorNetnsKey
+	var value bpf.RedirectorPod
+	it := m.RedirectorMaps.Pods.Iterate()
+	for it.Next(&key, &value) {
+		all[key.NetnsCookie] = podOf(&value)
+	}
+	if err := it.Err(); err != nil {
+		return nil, fmt.Errorf("map pods: iterate: %w", err)
+	}
+	return all, nil
+}
+
+func podOf(value *bpf.RedirectorPod) Pod {
+	var uid strings.Builder
+	for _, c := range value.Uid {
+		if c == 0 {
+			break
+		}
+		uid.WriteByte(byte(c))
+	}
+	return Pod{
+		UID:        uid.String(),
+		NetNSInode: value.NetnsIno,
+		Restore: Restore{
+			TCPFwmarkAccept: value.RestoreTcpFwmarkAccept != 0,
+			FwmarkReflect:   value.RestoreFwmarkReflect != 0,
+			FwmarkReflectV6: value.RestoreFwmarkReflectV6 != 0,
+		},
+	}
+}
+
+// PutOwnAddr notes an address of the pod and the index of the interface that carries it.
+func (m *Maps) PutOwnAddr(cookie uint64, addr netip.Addr, ifindex int) error {
+	err := m.RedirectorMaps.OwnAddrs.Put(ownAddrKey(cookie, addr), bpf.RedirectorOwnAddr{Ifindex: uint32(ifindex)})
+	if err != nil {
+		return fmt.Errorf("map own_addrs: put %s of %d: %w", addr, cookie, explain(err))
+	}
+	return nil
+}
+
+// DeleteOwnAddr takes an address of the pod out. That it is not there is no error.
+func (m *Maps) DeleteOwnAddr(cookie uint64, addr netip.Addr) error {
+	return drop(m.RedirectorMaps.OwnAddrs, ownAddrKey(cookie, addr))
+}
+
+// OwnAddrs returns the addresses of all pods by netns cookie, with the index of the interface that carries each. It walks
+// through the whole map.
+func (m *Maps) OwnAddrs() (map[uint64]map[netip.Addr]int, error) {
+	all := map[uint64]map[netip.Addr]int{}
+	var key bpf.RedirectorOwnAddrKey
+	var value bpf.RedirectorOwnAddr
+	it := m.RedirectorMaps.OwnAddrs.Iterate()
+	for it.Next(&key, &value) {
+		if all[key.NetnsCookie] == nil {
+			all[key.NetnsCookie] = map[netip.Addr]int{}
+		}
+		all[key.NetnsCookie][netip.AddrFrom16(key.Addr).Unmap()] = int(value.Ifindex)
+	}
+	if err := it.Err(); err != nil {
+		return nil, fmt.Errorf("map own_addrs: iterate: %w", err)
+	}
+	return all, nil
+}
+
+// ownAddrKey holds IPv4 addresses as ::ffff:a.b.c.d, as the programs do.
+func ownAddrKey(cookie uint64, addr netip.Addr) bpf.RedirectorOwnAddrKey {
+	return bpf.RedirectorOwnAddrKey{NetnsCookie: cookie, Addr: addr.As16()}
+}
+
+// Listeners returns how many of the proxy's listeners on each port connections of the pod can be steered to.
+func (m *Maps) Listeners(cookie uint64) (map[uint16]int, error) {
+	all := map[uint16]int{}
+	err := eachListener(cookie, func(key bpf.RedirectorListenerKey) error {
+		var socket uint64
+		switch err := m.RedirectorMaps.Listeners.Lookup(key, &socket); {
+		case err == nil:
+			all[uint16(key.Port)]++
+		case !errors.Is(err, ebpf.ErrKeyNotExist):
+			return fmt.Errorf("map listeners: look up port %d of %d: %w", key.Port, cookie, err)
+		}
+		return nil
+	})
+	return all, err
+}
+
+// DeleteListeners takes the pod's listeners out of the map; the sockets themselves are not touched.
+func (m *Maps) DeleteListeners(cookie uint64) error {
+	return eachListener(cookie, func(key bpf.RedirectorListenerKey) error {
+		return drop(m.RedirectorMaps.Listeners, key)
+	})
+}
+
+func eachListener(cookie uint64, do func(bpf.RedirectorListenerKey) error) error {
+	for _, port := range []uint32{PortOutbound, PortInbound, PortHBONE} {
+		for slot := range uint32(listenerSlots) {
+			if err := do(bpf.RedirectorListenerKey{NetnsCookie: cookie, Port: port, Slot: slot}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Counters are what happened to a pod's connections since it was enrolled; the fields are explained in bpf/redirector.h.
+type Counters bpf.RedirectorPodCounters
+
+// Each calls do with every counter in order, under its name in the map's BTF.
+func (c *Counters) Each(do func(name string, value uint64)) {
+	v := reflect.ValueOf(c).Elem()
+	for i, f := range reflect.VisibleFields(v.Type()) {
+		if f.Type.Kind() == reflect.Uint64 {
+			do(snakeCase(f.Name), v.Field(i).Uint())
+		}
+	}
+}
+
+// MarshalJSON writes one object with the counters in order.
+func (c Counters) MarshalJSON() ([]byte, error) {
+	var b bytes.Buffer
+	b.WriteByte('{')
+	c.Each(func(name string, value uint64) {
+		if b.Len() > 1 {
+			b.WriteByte(',')
+		}
+		fmt.Fprintf(&b, "%q:%d", name, value)
+	})
+	b.WriteByte('}')
+	return b.Bytes(), nil
+}
+
+// UnmarshalJSON reads what MarshalJSON writes. Counters it does not know, of another version, are left out.
+func (c *Counters) UnmarshalJSON(data []byte) error {
+	var values map[string]uint64
+	if err := json.Unmarshal(data, &values); err != nil {
+		return err
+	}
+	v := reflect.ValueOf(c).Elem()
+	for i, f := range reflect.VisibleFields(v.Type()) {
+		if f.Type.Kind() == reflect.Uint64 {
+			v.Field(i).SetUint(values[snakeCase(f.Name)])
+		}
+	}
+	return nil
+}
+
+func (c *Counters) add(other *bpf.RedirectorPodCounters) {
+	to, from := reflect.ValueOf(c).Elem(), reflect.ValueOf(other).Elem()
+	for i := range to.NumField() {
+		if to.Field(i).Kind() == reflect.Uint64 {
+			to.Field(i).SetUint(to.Field(i).Uint() + from.Field(i).Uint())
+		}
+	}
+}
+
+func snakeCase(name string) string {
+	var b strings.Builder
+	for i, r := range name {
+		if unicode.IsUpper(r) && i > 0 {
+			b.WriteByte('_')
+		}
+		b.WriteRune(unicode.ToLower(r))
+	}
+	return b.String()
+}
+
+// CreateCounters makes the pod's counters, all zero, unless they are there: programs count only what user space made.
+func (m *Maps) CreateCounters(cookie uint64) error {
+	cpus, err := ebpf.PossibleCPU()
+	if err != nil {
+		return fmt.Errorf("map counters: %w", err)
+	}
+	zero := make([]bpf.RedirectorPodCounters, cpus)
+	err = m.RedirectorMaps.Counters.Update(bpf.RedirectorNetnsKey{NetnsCookie: cookie}, zero, ebpf.UpdateNoExist)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
+		return fmt.Errorf("map counters: put %d: %w", cookie, explain(err))
+	}
+	return nil
+}
+
+// Counters returns the pod's counters, summed over all CPUs; the error wraps ebpf.ErrKeyNotExist when it has none.
+func (m *Maps) Counters(cookie uint64) (Counters, error) {
+	var sum Counters
+	var perCPU []bpf.RedirectorPodCounters
+	if err := m.RedirectorMaps.Counters.Lookup(bpf.RedirectorNetnsKey{NetnsCookie: cookie}, &perCPU); err != nil {
+		return sum, fmt.Errorf("map counters: look up %d: %w", cookie, err)
+	}
+	for i := range perCPU {
+		sum.add(&perCPU[i])
+	}
+	return sum, nil
+}
+
+// DeleteCounters forgets the pod's counters. That there are none is no error.
+func (m *Maps) DeleteCounters(cookie uint64) error {
+	return drop(m.RedirectorMaps.Counters, bpf.RedirectorNetnsKey{NetnsCookie: cookie})
+}
+
+// Admitted returns how many flows are admitted to the apps of all pods. It walks through the whole map.
+func (m *Maps) Admitted() (int, error) {
+	n := 0
+	var key bpf.RedirectorFlowKey
+	var value bpf.RedirectorAdmission
+	it := m.RedirectorMaps.Admitted.Iterate()
+	for it.Next(&key, &value) {
+		n++
+	}
+	if err := it.Err(); err != nil {
+		return 0, fmt.Errorf("map admitted: iterate: %w", err)
+	}
+	return n, nil
+}
+
+func drop(m *ebpf.Map, key any) error {
+	if err := m.Delete(key); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("%s: delete: %w", m, err)
+	}
+	return nil
+}
+
+// explain says in words what a full map answers.
+func explain(err error) error {
+	if !errors.Is(err, unix.E2BIG) {
+		return err
+	}
+	return fmt.Errorf("the map is full (its size is in bpf/redirector.h): %w", err)
+}
+
+func bit(b bool) uint8 {
+	if b {
+		return 1
+	}
+	return 0
+}
