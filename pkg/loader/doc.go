@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package loader puts the dataplane into the kernel and keeps it there: it loads the programs, pins maps and links below a
+// directory of a BPF filesystem, attaches what is node-wide to a cgroup, and gives each pod its own steer program and seal.
+// Nothing else loads, pins or attaches. What stays when the process ends:
+//
+//	BPFFS/maps/NAME        the maps
+//	BPFFS/links/sock_ops   the sock_ops program on the cgroup
+//	BPFFS/pods/UID/steer   the sk_lookup program on one pod's network namespace
+//
+// and, on the pod's interfaces, the seal: a filter on clsact egress, which goes with the interface.
+package loader

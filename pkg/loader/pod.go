@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package loader
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/bpf"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
+)
+
+// The seal's filter. It comes before any that the pod may have. Its handle remembers, for as long as the filter lives,
+// whether the clsact qdisc under it is ours to remove.
+const (
+	sealPriority       = 1
+	sealOnForeignQdisc = 1
+	sealOnOwnQdisc     = 2
+)
+
+const ethernetHeader = 14
+
+// LoadSteer loads the pod's copy of the steer program. It is the slowest part of an enrolment and needs nothing but the
+// namespace's cookie, so callers do it beside other work. The caller closes it after AttachSteer.
+func (d *Datapath) LoadSteer(ns *podns.NetNS) (*ebpf.Program, error) {
+	return d.steer.load(ns.Cookie(), 0)
+}
+
+// AttachSteer makes the program decide about new connections in the pod's network namespace, and pins the link. A program
+// that is there already is replaced without a gap. On failure nothing is left.
+func (d *Datapath) AttachSteer(ns *podns.NetNS, uid string, prog *ebpf.Program) (err error) {
+	dir := filepath.Join(d.bpffs, podsDir, uid)
+	pin := filepath.Join(dir, steerLink)
+	old, err := link.LoadPinnedLink(pin, nil)
+	if err == nil {
+		err = old.Update(prog)
+		if info, errInfo := old.Info(); err == nil && errInfo == nil {
+			if on := info.NetNs(); on != nil && uint64(on.NetnsInode) == ns.Inode() {
+				return old.Close()
+			}
+		}
+		// It is on another namespace than the pod has now, or on one that is gone.
+		if err := errors.Join(old.Close(), detach(pin)); err != nil {
+			return err
+		}
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("open pinned link %s: %w", pin, err)
+	}
+
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return fmt.Errorf("make a directory for pins: %w", err)
+	}
+	l, err := link.AttachNetNs(ns.FD(), prog)
+	if err != nil {
+		return errors.Join(fmt.Errorf("attach the steer program to %s: %w", ns.Path(), err), os.Remove(dir))
+	}
+	defer func() { err = errors.Join(err, l.Close()) }()
+	if err := l.Pin(pin); err != nil {
+		return errors.Join(fmt.Errorf("pin the link of the steer program: %w", err), os.Remove(dir))
+	}
+	return nil
+}
+
+// DetachSteer takes the pod's steer program away. That there is none is no error.
+func (d *Datapath) DetachSteer(uid string) error {
+	dir := filepath.Join(d.bpffs, podsDir, uid)
+	if err := detach(filepath.Join(dir, steerLink)); err != nil {
+		return err
+	}
+	if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove the pod's pins: %w", err)
+	}
+	return nil
+}
+
+// Seal closes an interface of the pod for fresh connections that bypass the proxy. handle is a netlink handle in the pod's
+// namespace. A seal that is there already is replaced without a gap; on failure nothing is left. The loopback device needs
+// none and must not have one.
+func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link) error {
+	attrs := l.Attrs()
+	linkHeader := 0
+	// Of the kinds of link that pods have, these alone have a header of their own before the IP packet.
+	if attrs.EncapType == "ether" {
+		linkHeader = ethernetHeader
+	}
+	prog, err := d.seal.load(ns.Cookie(), linkHeader)
+	if err != nil {
+		return err
+	}
+	defer prog.Close()
+
+	clsact := clsactOf(l)
+	handleID := uint32(sealOnOwnQdisc)
+	err = handle.QdiscAdd(clsact)
+	existed := errors.Is(err, unix.EEXIST)
+	if existed {
+		handleID = sealOnForeignQdisc
+		old, err := seals(handle, l)
+		if err != nil {
+			return err
+		}
+		for _, filter := range old {
+			handleID = filter.Attrs().Handle
+		}
+	} else if err != nil {
+		return fmt.Errorf("add a clsact qdisc to %s: %w", attrs.Name, err)
+	}
+
+	err = handle.FilterReplace(&netlink.BpfFilter{
+		FilterAttrs: netlink.FilterAttrs{
+			LinkIndex: attrs.Index,
+			Parent:    netlink.HANDLE_MIN_EGRESS,
+			Handle:    handleID,
+			Protocol:  unix.ETH_P_ALL,
+			Priority:  sealPriority,
+		},
+		Fd:           prog.FD(),
+		Name:         bpf.RedirectorProgRedirSeal,
+		DirectAction: true,
+	})
+	if err != nil {
+		err = fmt.Errorf("add the seal to %s: %w", attrs.Name, err)
+		if !existed {
+			err = errors.Join(err, handle.QdiscDel(clsact))
+		}
+	}
+	return err
+}
+
+// Sealed says whether the interface has its seal.
+func Sealed(handle *netlink.Handle, l netlink.Link) (bool, error) {
+	found, err := seals(handle, l)
+	return len(found) > 0, err
+}
+
+// Unseal removes the seal from an interface, and the qdisc if Seal made it and nobody else uses it. That there is none is
+// no error.
+func Unseal(handle *netlink.Handle, l netlink.Link) error {
+	found, err := seals(handle, l)
+	if err != nil {
+		return err
+	}
+	for _, filter := range found {
+		if err := handle.FilterDel(filter); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("remove the seal from %s: %w", l.Attrs().Name, err)
+		}
+		if filter.Attrs().Handle != sealOnOwnQdisc {
+			continue
+		}
+		used, err := clsactUsed(handle, l)
+		if err != nil {
+			return err
+		}
+		if used {
+			continue
+		}
+		if err := handle.QdiscDel(clsactOf(l)); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("remove the clsact qdisc from %s: %w", l.Attrs().Name, err)
+		}
+	}
+	return nil
+}
+
+// seals lists our filters on the interface.
+func seals(handle *netlink.Handle, l netlink.Link) ([]netlink.Filter, error) {
+	filters, err := handle.FilterList(l, netlink.HANDLE_MIN_EGRESS)
+	if err != nil {
+		return nil, fmt.Errorf("list the filters of %s: %w", l.Attrs().Name, err)
+	}
+	var found []netlink.Filter
+	for _, filter := range filters {
+		if f, ok := filter.(*netlink.BpfFilter); ok && f.Name == bpf.RedirectorProgRedirSeal {
+			found = append(found, f)
+		}
+	}
+	return found, nil
+}
+
+func clsactUsed(handle *netlink.Handle, l netlink.Link) (bool, error) {
+	for _, parent := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {
+		filters, err := handle.FilterList(l, parent)
+		if err != nil {
+			return false, fmt.Errorf("list the filters of %s: %w", l.Attrs().Name, err)
+		}
+		if len(filters) > 0 {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+func clsactOf(l netlink.Link) *netlink.Clsact {
+	return &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
+		LinkIndex: l.Attrs().Index,
+		Handle:    netlink.MakeHandle(0xffff, 0),
+		Parent:    netlink.HANDLE_CLSACT,
+	}}
+}
