@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	gomaps "maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf"
+
+	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
+	"github.com/redirector-dataplane/redirector/pkg/zds"
+)
+
+// Errors that callers act on.
+var (
+	// ErrPending says that a pod is captured, and that no proxy runs for it yet. It will be handed to one that comes.
+	ErrPending = errors.New("the pod is captured, and nothing of it passes until a proxy runs for it")
+	// ErrTaken says that a network namespace belongs to another enrolled pod.
+	ErrTaken = errors.New("unenroll that one first")
+)
+
+// Config is what an Enroller works with. All fields but Observe are needed.
+type Config struct {
+	Datapath *loader.Datapath
+	Proxies  *zds.Server
+	// StateDir is the directory for one small file per pod.
+	StateDir string
+	Log      *slog.Logger
+	// Observe is told how long each step of an enrolment took. It may be nil.
+	Observe func(step string, took time.Duration)
+}
+
+// Enroller enrols pods and takes them out again. Its methods may be called from several goroutines; work on one pod never
+// waits for another.
+type Enroller struct {
+	Config
+
+	mu sync.Mutex
+	// byUID has an entry for each pod that is enrolled, or is being worked on.
+	byUID map[string]*pod
+	// byCookie says which pod has a network namespace.
+	byCookie map[uint64]*pod
+}
+
+// pod is one pod. The mutex is held during any work on it.
+type pod struct {
+	uid string
+
+	mu sync.Mutex
+	// users counts who has a claim on the entry in byUID; guarded by Enroller.mu.
+	users int
+	// ns is nil while the pod is not enrolled.
+	ns       *podns.NetNS
+	spec     Spec
+	since    time.Time
+	ownAddrs map[netip.Addr]int
+	watch    *watch
+}
+
+// New returns an Enroller that knows no pods yet; see Restore.
+func New(c Config) *Enroller {
+	if c.Observe == nil {
+		c.Observe = func(string, time.Duration) {}
+	}
+	return &Enroller{Config: c, byUID: map[string]*pod{}, byCookie: map[uint64]*pod{}}
+}
+
+// Close ends what the Enroller does by itself, and gives back its handles. The pods stay as they are.
+func (e *Enroller) Close() {
+	e.mu.Lock()
+	uids := slices.Collect(gomaps.Keys(e.byUID))
+	e.mu.Unlock()
+	for _, uid := range uids {
+		p := e.claim(uid)
+		p.stopWatch()
+		if p.ns != nil {
+			e.leave(p)
+			_ = p.ns.Close()
+			p.ns = nil
+		}
+		e.release(p)
+	}
+}
+
+// claim returns the pod's entry, made if need be, locked for the caller, who must release it.
+func (e *Enroller) claim(uid string) *pod {
+	e.mu.Lock()
+	p := e.byUID[uid]
+	if p == nil {
+		p = &pod{uid: uid}
+		e.byUID[uid] = p
+	}
+	p.users++
+	e.mu.Unlock()
+	p.mu.Lock()
+	return p
+}
+
+func (e *Enroller) release(p *pod) {
+	enrolled := p.ns != nil
+	p.mu.Unlock()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	p.users--
+	if p.users == 0 && !enrolled {
+		delete(e.byUID, p.uid)
+	}
+}
+
+// Enroll captures a pod and hands it to the proxy. It may be repeated, to repair or to wait again. When it fails before
+// capture is on, nothing is left of it. When only the proxy is missing or refuses, the error wraps ErrPending and the pod
+// stays captured; with wait false the proxy is not waited for.
+func (e *Enroller) Enroll(ctx context.Context, spec Spec, wait bool) error {
+	if err := spec.Validate(); err != nil {
+		return err
+	}
+	if err := e.capture(spec); err != nil {
+		return fmt.Errorf("enrol pod %s (%s): %w", &spec, spec.UID, err)
+	}
+	if !wait {
+		return nil
+	}
+	if err := e.Proxies.Wait(ctx, spec.UID); err != nil {
+		return fmt.Errorf("enrol pod %s (%s): %w: %w", &spec, spec.UID, ErrPending, err)
+	}
+	return nil
+}
+
+// capture does all of an enrolment but waiting for the proxy.
+func (e *Enroller) capture(spec Spec) error {
+	ns, err := podns.Open(spec.NetNS)
+	if err != nil {
+		return err
+	}
+	return e.captureIn(ns, spec, nil, time.Now())
+}
+
+// captureIn is capture in an open namespace, which is closed unless it is kept for the pod. addrs are the pod's entries in
+// the map of own addresses, if an earlier agent has left some.
+func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, addrs map[netip.Addr]int, since time.Time) error {
+	p := e.claim(spec.UID)
+	defer e.release(p)
+
+	if p.ns != nil && p.ns.Cookie() != ns.Cookie() {
+		e.Log.Info("pod has another network namespace now", "pod", spec.String(), "uid", spec.UID, "netns", ns.Path())
+		if err := e.remove(context.Background(), p); err != nil {
+			return errors.Join(fmt.Errorf("leave the network namespace that it had: %w", err), ns.Close())
+		}
+	}
+	if err := e.take(ns, p); err != nil {
+		return errors.Join(err, ns.Close())
+	}
+
+	if p.ns != nil { // enrolled before, to be repaired or renamed
+		old := p.spec
+		p.spec = spec
+		err := e.apply(p)
+		if err != nil {
+			p.spec = old
+		}
+		return errors.Join(err, ns.Close())
+	}
+	p.ns, p.spec, p.ownAddrs, p.since = ns, spec, addrs, since
+	if err := e.apply(p); err != nil {
+		e.leave(p)
+		p.ns, p.ownAddrs = nil, nil
+		return errors.Join(err, ns.Close())
+	}
+	return nil
+}
+
+// take notes that the pod has the network namespace, and fails if another pod does.
+func (e *Enroller) take(ns *podns.NetNS, p *pod) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if other := e.byCookie[ns.Cookie()]; other != nil && other != p {
+		return fmt.Errorf("network namespace %s belongs to the enrolled pod with UID %s: %w", ns.Path(), other.uid, ErrTaken)
+	}
+	e.byCookie[ns.Cookie()] = p
+	return nil
+}
+
+func (e *Enroller) leave(p *pod) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.byCookie[p.ns.Cookie()] == p {
+		delete(e.byCookie, p.ns.Cookie())
+	}
+}
+
+// apply makes everything so for the pod. On failure, what it has added is gone again.
+func (e *Enroller) apply(p *pod) (err error) {
+	var undos undoList
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, undos.run())
+		}
+	}()
+	step := func(name string, do func() (func() error, error)) {
+		if err != nil {
+			return
+		}
+		start := time.Now()
+		var undo func() error
+		undo, err = do()
+		undos.add(undo)
+		e.Observe(name, time.Since(start))
+	}
+
+	// Loading takes long enough to be done beside all the rest.
+	steer := make(chan steerProgram, 1)
+	go func() {
+		prog, err := e.Datapath.LoadSteer(p.ns)
+		steer <- steerProgram{prog, err}
+	}()
+	defer func() {
+		if s, ok := <-steer; ok && s.prog != nil {
+			s.prog.Close()
+		}
+	}()
+
+	var n *podNet
+	step("open", func() (func() error, error) {
+		n, err = openPodNet(p.ns)
+		return nil, err
+	})
+	if err != nil {
+		return err
+	}
+	defer n.close()
+
+	known, errKnown := e.Datapath.Maps().Pod(p.ns.Cookie())
+	enrolled := errKnown == nil
+	if !enrolled && !errors.Is(errKnown, ebpf.ErrKeyNotExist) {
+		return errKnown
+	}
+
+	step("own addresses", func() (func() error, error) { return e.applyOwnAddrs(p, n) })
+	for _, family := range families {
+		step("routing "+familyName(family), func() (func() error, error) { return n.addRouting(family) })
+	}
+	var changed maps.Restore
+	step("sysctls", func() (func() error, error) {
+		var err error
+		changed, err = n.setSysctls()
+		return func() error { return n.restoreSysctls(changed) }, err
+	})
+	step("counters", func() (func() error, error) {
+		if enrolled {
+			return nil, nil
+		}
+		return func() error { return e.Datapath.Maps().DeleteCounters(p.ns.Cookie()) }, e.Datapath.Maps().CreateCounters(p.ns.Cookie())
+	})
+	step("seal", func() (func() error, error) { return e.applySeals(p, n, true) })
+	step("steer", func() (func() error, error) {
+		s := <-steer
+		close(steer)
+		if s.err != nil {
+			return nil, s.err
+		}
+		defer s.prog.Close()
+		if err := e.Datapath.AttachSteer(p.ns, p.uid, s.prog); err != nil || enrolled {
+			return nil, err
+		}
+		return func() error { return e.Datapath.DetachSteer(p.uid) }, nil
+	})
+	step("watch", func() (func() error, error) {
+		if p.watch != nil {
+			return nil, nil
+		}
+		var err error
+		p.watch, err = e.startWatch(p)
+		return func() error { p.stopWatch(); return nil }, err
+	})
+	step("map entry", func() (func() error, error) {
+		entry := maps.Pod{UID: p.uid, NetNSInode: p.ns.Inode(), Restore: known.Restore}
+		entry.Restore.TCPFwmarkAccept = entry.Restore.TCPFwmarkAccept || changed.TCPFwmarkAccept
+		entry.Restore.FwmarkReflect = entry.Restore.FwmarkReflect || changed.FwmarkReflect
+		entry.Restore.FwmarkReflectV6 = entry.Restore.FwmarkReflectV6 || changed.FwmarkReflectV6
+		if err := e.Datapath.Maps().PutPod(p.ns.Cookie(), entry); err != nil || enrolled {
+			return nil, err
+		}
+		return func() error { return e.Datapath.Maps().DeletePod(p.ns.Cookie()) }, nil
+	})
+	step("state file", func() (func() error, error) {
+		if err := e.saveState(p); err != nil || enrolled {
+			return nil, err
+		}
+		return func() error { return e.removeState(p.uid) }, nil
+	})
+	step("proxy", func() (func() error, error) {
+		return nil, e.Proxies.Set(zds.Pod{
+			UID:            p.uid,
+			Name:           p.spec.Name,
+			Namespace:      p.spec.Namespace,
+			ServiceAccount: p.spec.ServiceAccount,
+			NetNS:          p.ns,
+		})
+	})
+	return err
+}
+
+type steerProgram struct {
+	prog *ebpf.Program
+	err  error
+}
+
+// applyOwnAddrs makes the map hold exactly the addresses that the pod has.
+func (e *Enroller) applyOwnAddrs(p *pod, n *podNet) (undo func() error, err error) {
+	have, err := n.addrs()
+	if err != nil {
+		return nil, err
+	}
+	if len(p.spec.IPs) > 0 && !slices.ContainsFunc(p.spec.IPs, func(ip netip.Addr) bool { _, ok := have[ip.Unmap()]; return ok }) {
+		return nil, fmt.Errorf("network namespace %s owns none of the pod's addresses %s: name the pod's own", p.ns.Path(), joinAddrs(p.spec.IPs))
+	}
+
+	cookie := p.ns.Cookie()
+	var undos undoList
+	before := p.ownAddrs
+	for addr, ifindex := range have {
+		if old, ok := before[addr]; ok && old == ifindex {
+			continue
+		}
+		if err := e.Datapath.Maps().PutOwnAddr(cookie, addr, ifindex); err != nil {
+			return nil, errors.Join(err, undos.run())
+		}
+		if _, ok := before[addr]; !ok {
+			undos.add(func() error { return e.Datapath.Maps().DeleteOwnAddr(cookie, addr) })
+		}
+	}
+	for addr := range before {
+		if _, ok := have[addr]; ok {
+			continue
+		}
+		if err := e.Datapath.Maps().DeleteOwnAddr(cookie, addr); err != nil {
+			return nil, errors.Join(err, undos.run())
+		}
+	}
+	p.ownAddrs = have
+	undos.add(func() error { p.ownAddrs = before; return nil })
+	return undos.run, nil
+}
+
+// applySeals gives every interface its seal: a new one to each, or only to those that have none.
+func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error, err error) {
+	links, err := n.sealable()
+	if err != nil {
+		return nil, err
+	}
+	var undos undoList
+	for _, l := range links {
+		sealed, err := loader.Sealed(n.handle, l)
+		if err == nil && (renew || !sealed) {
+			err = e.Datapath.Seal(p.ns, n.handle, l)
+		}
+		if err != nil {
+			return nil, errors.Join(err, undos.run())
+		}
+		if !sealed {
+			undos.add(func() error { return loader.Unseal(n.handle, l) })
+		}
+	}
+	return undos.run, nil
+}
+
+// Unenroll takes a pod out: from then on its new connections are its own, as before Enroll, and its namespace is as it was.
+// That there is no such pod is no error. It waits for the proxies' answers, but goes on without those that do not come.
+func (e *Enroller) Unenroll(ctx context.Context, uid string) error {
+	if err := ValidateUID(uid); err != nil {
+		return err
+	}
+	p := e.claim(uid)
+	defer e.release(p)
+	var err error
+	if p.ns != nil {
+		err = e.remove(ctx, p)
+	} else {
+		err = e.removeUnknown(ctx, uid)
+	}
+	if err != nil {
+		return fmt.Errorf("unenrol pod %s: %w", uid, err)
+	}
+	return nil
+}
+
+// remove undoes apply. When it fails the pod is still there, captured, for another try.
+func (e *Enroller) remove(ctx context.Context, p *pod) error {
+	if err := e.Proxies.Remove(ctx, p.uid); err != nil {
+		// They have been told, and hear it again when they connect: no reason to keep the pod.
+		e.Log.Warn("a proxy has not confirmed that it left the pod", "pod", p.spec.String(), "uid", p.uid, "error", err)
+	}
+	p.stopWatch()
+	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, p.ownAddrs); err != nil {
+		return err
+	}
+	if err := e.removeState(p.uid); err != nil {
+		return err
+	}
+	e.leave(p)
+	err := p.ns.Close()
+	p.ns, p.ownAddrs = nil, nil
+	return err
+}
+
+// clear removes what the kernel has of a pod. ns is nil when the namespace is gone, and all in it.
+func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, addrs map[netip.Addr]int) error {
+	m := e.Datapath.Maps()
+	known, err := m.Pod(cookie)
+	enrolled := err == nil
+	if !enrolled && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return err
+	}
+	// Capture ends first, so that no connection is marked for a route that is gone. When the rest fails it is switched on
+	// again: a pod is either out or captured, and the entry is what remembers the sysctls to restore.
+	if err := m.DeletePod(cookie); err != nil {
+		return err
+	}
+	err = e.Datapath.DetachSteer(uid)
+	if ns != nil {
+		err = errors.Join(err, strip(ns, known.Restore))
+	}
+	if err != nil {
+		if enrolled {
+			err = errors.Join(err, m.PutPod(cookie, known))
+		}
+		return err
+	}
+	errs := []error{m.DeleteCounters(cookie), m.DeleteListeners(cookie)}
+	for addr := range addrs {
+		errs = append(errs, m.DeleteOwnAddr(cookie, addr))
+	}
+	return errors.Join(errs...)
+}
+
+func joinAddrs(addrs []netip.Addr) string {
+	var b strings.Builder
+	for i, a := range addrs {
+		if i > 0 {
+			b.WriteString(", ")
+		}
+		b.WriteString(a.String())
+	}
+	return b.String()
+}

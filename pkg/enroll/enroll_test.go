@@ -1,0 +1,411 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
+	"github.com/redirector-dataplane/redirector/pkg/zds"
+	"github.com/redirector-dataplane/redirector/test/bed"
+)
+
+// The main thread stays where it is, for /proc/self to mean the host.
+func init() { runtime.LockOSThread() }
+
+// node is what an agent consists of, in this process.
+type node struct {
+	*enroll.Enroller
+	bed      *bed.Bed
+	datapath *loader.Datapath
+	stop     func()
+}
+
+// start runs an agent on the bed, until stop or the test's end.
+func start(tb testing.TB, b *bed.Bed, observe func(string, time.Duration)) *node {
+	tb.Helper()
+	var unsupported *loader.FeatureError
+	datapath, err := loader.Open(loader.Options{BPFFS: b.BPFFS, Cgroup: b.Cgroup})
+	if errors.As(err, &unsupported) {
+		tb.Skip(err)
+	}
+	if err != nil {
+		tb.Fatal(err)
+	}
+	log := slog.New(slog.NewTextHandler(tb.Output(), nil))
+	proxies, err := zds.Listen(zds.Options{Path: b.ZDSSocket, Log: log})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	served := make(chan error, 1)
+	go func() { served <- proxies.Serve(ctx) }()
+	n := &node{
+		Enroller: enroll.New(enroll.Config{
+			Datapath: datapath,
+			Proxies:  proxies,
+			StateDir: filepath.Join(b.RunDir, "pods"),
+			Log:      log,
+			Observe:  observe,
+		}),
+		bed:      b,
+		datapath: datapath,
+	}
+	stopped := false
+	n.stop = func() {
+		if stopped {
+			return
+		}
+		stopped = true
+		n.Close()
+		cancel()
+		if err := errors.Join(<-served, datapath.Close()); err != nil {
+			tb.Error(err)
+		}
+	}
+	tb.Cleanup(n.stop)
+	if err := n.Restore(ctx); err != nil {
+		tb.Fatal(err)
+	}
+	return n
+}
+
+func specOf(pod *bed.NS) enroll.Spec {
+	s := enroll.Spec{UID: "uid-" + pod.Name, Namespace: "default", Name: pod.Name, ServiceAccount: "default", NetNS: pod.Path}
+	for _, ip := range []netip.Addr{pod.V4, pod.V6} {
+		if ip.IsValid() {
+			s.IPs = append(s.IPs, ip)
+		}
+	}
+	return s
+}
+
+func newPod(tb testing.TB, b *bed.Bed, name string, opts bed.PodOptions) *bed.NS {
+	tb.Helper()
+	pod, err := b.Pod(name, opts)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return pod
+}
+
+func snapshot(tb testing.TB, ns *bed.NS) string {
+	tb.Helper()
+	s, err := ns.Snapshot()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return s
+}
+
+func TestUnenrolLeavesTheNamespaceAsItWas(t *testing.T) {
+	for name, opts := range map[string]bed.PodOptions{
+		"dual stack":    {},
+		"IPv4 only":     {V4Only: true},
+		"IPv6 only":     {V6Only: true},
+		"IPv6 disabled": {V6Disabled: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := bed.ForTest(t, bed.Options{})
+			pod := newPod(t, b, "pod", opts)
+			n := start(t, b, nil)
+			before := snapshot(t, pod)
+			for range 2 {
+				if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+					t.Fatal(err)
+				}
+				if snapshot(t, pod) == before {
+					t.Error("enrolment has changed nothing")
+				}
+				// Repeated, it changes nothing more.
+				enrolled := snapshot(t, pod)
+				if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+					t.Fatal(err)
+				}
+				diff(t, enrolled, snapshot(t, pod))
+				for range 2 {
+					if err := n.Unenroll(t.Context(), "uid-pod"); err != nil {
+						t.Fatal(err)
+					}
+					diff(t, before, snapshot(t, pod))
+				}
+			}
+		})
+	}
+}
+
+func TestUnenrolKeepsWhatThePodHadBefore(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	pod := newPod(t, b, "pod", bed.PodOptions{})
+	n := start(t, b, nil)
+
+	for _, sysctl := range []string{"net.ipv4.tcp_fwmark_accept", "net.ipv6.fwmark_reflect"} {
+		if err := pod.SetSysctl(sysctl, "1"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	h, err := pod.Handle()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	eth0, err := h.LinkByName("eth0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
+		LinkIndex: eth0.Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
+	}}
+	if err := h.QdiscAdd(qdisc); err != nil {
+		t.Fatal(err)
+	}
+	rule := netlink.NewRule()
+	rule.Family, rule.Priority, rule.Mark, rule.Table = unix.AF_INET, 1, 0x7, 100
+	if err := h.RuleAdd(rule); err != nil {
+		t.Fatal(err)
+	}
+
+	before := snapshot(t, pod)
+	if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Unenroll(t.Context(), "uid-pod"); err != nil {
+		t.Fatal(err)
+	}
+	diff(t, before, snapshot(t, pod))
+}
+
+func TestEnrolThatFailsLeavesNothing(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	n := start(t, b, nil)
+	pod := newPod(t, b, "pod", bed.PodOptions{})
+	down := newPod(t, b, "down", bed.PodOptions{LoDown: true})
+
+	unknown := specOf(pod)
+	unknown.IPs = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
+	host := specOf(pod)
+	host.NetNS = "/proc/self/ns/net"
+	for name, c := range map[string]struct {
+		spec enroll.Spec
+		want string
+	}{
+		"lo is down":         {specOf(down), "ip link set lo up"},
+		"an address it owns": {unknown, "192.0.2.1"},
+		"the host":           {host, podns.ErrHost.Error()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			before := snapshot(t, pod) + snapshot(t, down)
+			err := n.Enroll(t.Context(), c.spec, false)
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Fatalf("got error %v, want one with %q", err, c.want)
+			}
+			diff(t, before, snapshot(t, pod)+snapshot(t, down))
+			if pods, err := n.datapath.Maps().Pods(); err != nil || len(pods) > 0 {
+				t.Errorf("map pods has %v, %v", pods, err)
+			}
+			if addrs, err := n.datapath.Maps().OwnAddrs(); err != nil || len(addrs) > 0 {
+				t.Errorf("map own_addrs has %v, %v", addrs, err)
+			}
+			if pins, _ := os.ReadDir(filepath.Join(b.BPFFS, "pods")); len(pins) > 0 {
+				t.Errorf("pins are left: %v", pins)
+			}
+		})
+	}
+}
+
+func TestANamespaceBelongsToOnePod(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	n := start(t, b, nil)
+	pod := newPod(t, b, "pod", bed.PodOptions{})
+	if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+		t.Fatal(err)
+	}
+	other := specOf(pod)
+	other.UID = "other"
+	if err := n.Enroll(t.Context(), other, false); !errors.Is(err, enroll.ErrTaken) || !strings.Contains(err.Error(), "uid-pod") {
+		t.Errorf("a second pod in the same namespace: %v", err)
+	}
+	if _, err := n.Pod("uid-pod"); err != nil {
+		t.Errorf("the first pod is gone: %v", err)
+	}
+}
+
+func TestAPodMayGetANewNamespace(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	n := start(t, b, nil)
+	first, second := newPod(t, b, "first", bed.PodOptions{}), newPod(t, b, "second", bed.PodOptions{})
+	before := snapshot(t, first)
+	spec := specOf(first)
+	if err := n.Enroll(t.Context(), spec, false); err != nil {
+		t.Fatal(err)
+	}
+	spec.NetNS, spec.IPs = second.Path, nil
+	if err := n.Enroll(t.Context(), spec, false); err != nil {
+		t.Fatal(err)
+	}
+	diff(t, before, snapshot(t, first))
+	if p, err := n.Pod(spec.UID); err != nil || p.NetNSCookie != second.Cookie {
+		t.Errorf("pod is %+v, %v", p, err)
+	}
+}
+
+func TestANewInterfaceGetsItsSealAndItsAddressIsKnown(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	n := start(t, b, nil)
+	pod := newPod(t, b, "pod", bed.PodOptions{})
+	if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+		t.Fatal(err)
+	}
+	h, err := pod.Handle()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	veth := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "late0"}, PeerName: "late1"}
+	if err := h.LinkAdd(veth); err != nil {
+		t.Fatal(err)
+	}
+	addr := netip.MustParseAddr("198.51.100.7")
+	if err := h.AddrAdd(veth, &netlink.Addr{IPNet: netlink.NewIPNet(addr.AsSlice())}); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"late0", "late1"} {
+		l, err := h.LinkByName(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, name+" has its seal", func() bool {
+			sealed, err := loader.Sealed(h, l)
+			return err == nil && sealed
+		})
+	}
+	owns := func() bool {
+		addrs, err := n.datapath.Maps().OwnAddrs()
+		_, ok := addrs[pod.Cookie][addr]
+		return err == nil && ok
+	}
+	eventually(t, "the address is known", owns)
+	if err := h.LinkDel(veth); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the address is forgotten", func() bool { return !owns() })
+}
+
+func TestAnAgentThatStartsTakesOver(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	n := start(t, b, nil)
+	pod, gone := newPod(t, b, "pod", bed.PodOptions{}), newPod(t, b, "gone", bed.PodOptions{})
+	nameless := newPod(t, b, "nameless", bed.PodOptions{})
+	before := snapshot(t, pod)
+	beforeNameless := snapshot(t, nameless)
+	for _, ns := range []*bed.NS{pod, gone, nameless} {
+		if err := n.Enroll(t.Context(), specOf(ns), false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	enrolled := snapshot(t, pod)
+	n.stop()
+
+	if err := b.RemovePod(gone); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(b.RunDir, "pods", "uid-nameless.json"), []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	n = start(t, b, nil)
+	diff(t, enrolled, snapshot(t, pod))
+	pods, err := n.Pods()
+	if err != nil || len(pods) != 1 || pods[0].UID != "uid-pod" || pods[0].Name != "pod" {
+		t.Errorf("the new agent knows %+v, %v", pods, err)
+	}
+	inKernel, err := n.datapath.Maps().Pods()
+	if err != nil || len(inKernel) != 2 || inKernel[nameless.Cookie].UID != "uid-nameless" {
+		t.Errorf("the kernel knows %+v, %v", inKernel, err)
+	}
+	for _, uid := range []string{"uid-pod", "uid-nameless"} {
+		if err := n.Unenroll(t.Context(), uid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	diff(t, before, snapshot(t, pod))
+	diff(t, beforeNameless, snapshot(t, nameless))
+}
+
+func TestCleanupLeavesNothing(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	n := start(t, b, nil)
+	state := filepath.Join(b.RunDir, "pods")
+	var pods []*bed.NS
+	var before []string
+	for _, name := range []string{"a", "b"} {
+		pod := newPod(t, b, name, bed.PodOptions{})
+		pods, before = append(pods, pod), append(before, snapshot(t, pod))
+		if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := enroll.Cleanup(b.BPFFS, state); !errors.Is(err, loader.ErrInUse) {
+		t.Errorf("cleanup under a running agent: %v", err)
+	}
+	n.stop()
+	for range 2 {
+		if err := enroll.Cleanup(b.BPFFS, state); err != nil {
+			t.Fatal(err)
+		}
+		for i, pod := range pods {
+			diff(t, before[i], snapshot(t, pod))
+		}
+		if left, _ := filepath.Glob(b.BPFFS + "*"); len(left) > 0 {
+			t.Errorf("pins are left: %v", left)
+		}
+		if left, _ := filepath.Glob(filepath.Join(state, "*")); len(left) > 0 {
+			t.Errorf("state is left: %v", left)
+		}
+	}
+}
+
+// eventually gives what the agent does by itself the second that it may take, and a slow machine some more.
+func eventually(tb testing.TB, what string, so func() bool) {
+	tb.Helper()
+	for deadline := time.Now().Add(5 * time.Second); !so(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			tb.Fatalf("not so after 5 s: %s", what)
+		}
+	}
+}
+
+func diff(tb testing.TB, want, got string) {
+	tb.Helper()
+	if want == got {
+		return
+	}
+	had, has := strings.Split(want, "\n"), strings.Split(got, "\n")
+	count := map[string]int{}
+	for _, line := range had {
+		count[line]--
+	}
+	for _, line := range has {
+		count[line]++
+	}
+	for line, n := range count {
+		if n > 0 {
+			tb.Errorf("too much: %s", line)
+		} else if n < 0 {
+			tb.Errorf("missing: %s", line)
+		}
+	}
+}

@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
+)
+
+// What enrolment adds to a pod's routing. One rule per family sends both local marks (0x112 CAPTURE and 0x111 REPLY of
+// bpf/redirector.h) to a table that delivers everything to this very namespace, by lo.
+const (
+	ruleMark = 0x110
+	ruleMask = 0xffc
+	// rulePriority comes before any rule that a pod usually has, but for the one of the local table.
+	rulePriority = 1
+	// routeProtocol marks our rules and routes as ours: a number that rtnetlink.h leaves to administrators.
+	routeProtocol = 0x72
+	// firstTable is where to look for a routing table that the pod does not use. It is beyond what people choose by hand.
+	firstTable = 0x72647200
+	tables     = 16
+)
+
+// families are the address families of rules and routes.
+var families = []int{unix.AF_INET, unix.AF_INET6}
+
+func familyName(family int) string {
+	if family == unix.AF_INET {
+		return "IPv4"
+	}
+	return "IPv6"
+}
+
+// podNet is a pod's network namespace, open for changes.
+type podNet struct {
+	ns     *podns.NetNS
+	handle *netlink.Handle
+	lo     netlink.Link
+	// ipv6 says whether the kernel has IPv6 here at all, ipv6Lo whether the loopback device does.
+	ipv6, ipv6Lo bool
+}
+
+// openPodNet opens a netlink socket in the namespace.
+func openPodNet(ns *podns.NetNS) (*podNet, error) {
+	n := &podNet{ns: ns}
+	err := ns.Do(func() (err error) {
+		if n.handle, err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
+			return fmt.Errorf("open a netlink socket in %s: %w", ns.Path(), err)
+		}
+		disabled, err := readSysctl("net/ipv6/conf/lo/disable_ipv6")
+		n.ipv6 = err == nil
+		n.ipv6Lo = n.ipv6 && disabled == "0"
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return err
+	})
+	if err == nil {
+		n.lo, err = n.handle.LinkByName("lo")
+	}
+	if err != nil {
+		n.close()
+		return nil, fmt.Errorf("look at network namespace %s: %w", ns.Path(), err)
+	}
+	return n, nil
+}
+
+func (n *podNet) close() {
+	if n.handle != nil {
+		n.handle.Close()
+	}
+}
+
+// addRouting adds the rule and the route of one family and returns how to undo it; nothing that was there already is undone.
+func (n *podNet) addRouting(family int) (undo func() error, err error) {
+	if family == unix.AF_INET6 && !n.ipv6 {
+		return nil, nil
+	}
+	if n.lo.Attrs().Flags&net.FlagUp == 0 {
+		return nil, fmt.Errorf("the loopback device of %s is down: bring it up with `ip link set lo up`", n.ns.Path())
+	}
+	table, err := n.findTable(family)
+	if err != nil {
+		return nil, err
+	}
+
+	var undos undoList
+	fail := func(err error) (func() error, error) { return nil, errors.Join(err, undos.run()) }
+	route := localRoute(family, table)
+	switch err := n.handle.RouteAdd(route); {
+	case err == nil:
+		undos.add(func() error { return n.handle.RouteDel(route) })
+	case errors.Is(err, unix.EEXIST):
+	case family == unix.AF_INET6 && !n.ipv6Lo:
+		// Without IPv6 on lo there is no such route. The rule alone makes the kernel look further, and then the seal
+		// drops what it finds; when IPv6 comes to lo, its address does, and with that event we come here again.
+	default:
+		return fail(fmt.Errorf("add the %s route to lo in table %d: %w", familyName(family), table, err))
+	}
+
+	rule := localRule(family, table)
+	switch err := n.handle.RuleAdd(rule); {
+	case err == nil:
+		undos.add(func() error { return n.handle.RuleDel(rule) })
+	case errors.Is(err, unix.EEXIST):
+	default:
+		return fail(fmt.Errorf("add the %s rule for marked connections: %w", familyName(family), err))
+	}
+	return undos.run, nil
+}
+
+// findTable returns a routing table with nothing in it but what is ours.
+func (n *podNet) findTable(family int) (int, error) {
+	for table := firstTable; table < firstTable+tables; table++ {
+		routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+		if err != nil {
+			return 0, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
+		}
+		foreign := false
+		for _, r := range routes {
+			foreign = foreign || r.Protocol != routeProtocol
+		}
+		if !foreign {
+			return table, nil
+		}
+	}
+	return 0, fmt.Errorf("%s has routes of its own in all tables from %d to %d: remove them from one", n.ns.Path(), firstTable, firstTable+tables-1)
+}
+
+// removeRouting removes our rules and routes of one family, wherever they are.
+func (n *podNet) removeRouting(family int) error {
+	if family == unix.AF_INET6 && !n.ipv6 {
+		return nil
+	}
+	rules, err := n.handle.RuleList(family)
+	if err != nil {
+		return fmt.Errorf("list the %s rules: %w", familyName(family), err)
+	}
+	var errs []error
+	for _, r := range rules {
+		if r.Protocol != routeProtocol || r.Mark != ruleMark {
+			continue
+		}
+		r.Family = family
+		if err := n.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, fmt.Errorf("remove the %s rule for marked connections: %w", familyName(family), err))
+		}
+	}
+	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
+	if err != nil {
+		return errors.Join(append(errs, fmt.Errorf("list the %s routes: %w", familyName(family), err))...)
+	}
+	for _, r := range routes {
+		if r.Table < firstTable || r.Table >= firstTable+tables {
+			continue
+		}
+		if err := n.handle.RouteDel(localRoute(family, r.Table)); err != nil && !errors.Is(err, unix.ESRCH) {
+			errs = append(errs, fmt.Errorf("remove the %s route to lo in table %d: %w", familyName(family), r.Table, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// localRoute is `local default dev lo`: whatever the destination, it is here.
+func localRoute(family, table int) *netlink.Route {
+	everything := &net.IPNet{IP: net.IPv4zero.To4(), Mask: net.CIDRMask(0, 32)}
+	if family == unix.AF_INET6 {
+		everything = &net.IPNet{IP: net.IPv6zero, Mask: net.CIDRMask(0, 128)}
+	}
+	return &netlink.Route{
+		Family:    family,
+		LinkIndex: 1, // lo, in every network namespace
+		Dst:       everything,
+		Scope:     netlink.SCOPE_HOST,
+		Type:      unix.RTN_LOCAL,
+		Protocol:  routeProtocol,
+		Table:     table,
+	}
+}
+
+func localRule(family, table int) *netlink.Rule {
+	rule := netlink.NewRule()
+	mask := uint32(ruleMask)
+	rule.Family = family
+	rule.Priority = rulePriority
+	rule.Mark = ruleMark
+	rule.Mask = &mask
+	rule.Table = table
+	rule.Protocol = routeProtocol
+	return rule
+}
+
+// Sysctls that carry the mark of a connection between proxy and app to the app's side of it.
+const (
+	sysctlFwmarkAccept    = "net/ipv4/tcp_fwmark_accept"
+	sysctlFwmarkReflect   = "net/ipv4/fwmark_reflect"
+	sysctlFwmarkReflectV6 = "net/ipv6/fwmark_reflect"
+)
+
+// setSysctls sets what is 0 to 1 and returns which these were.
+func (n *podNet) setSysctls() (changed maps.Restore, err error) {
+	err = n.ns.Do(func() error {
+		for _, s := range []struct {
+			name    string
+			changed *bool
+		}{
+			{sysctlFwmarkAccept, &changed.TCPFwmarkAccept},
+			{sysctlFwmarkReflect, &changed.FwmarkReflect},
+			{sysctlFwmarkReflectV6, &changed.FwmarkReflectV6},
+		} {
+			if s.name == sysctlFwmarkReflectV6 && !n.ipv6 {
+				continue
+			}
+			value, err := readSysctl(s.name)
+			if err != nil {
+				return err
+			}
+			if value != "0" {
+				continue
+			}
+			if err := writeSysctl(s.name, "1"); err != nil {
+				return err
+			}
+			*s.changed = true
+		}
+		return nil
+	})
+	if err != nil {
+		err = errors.Join(err, n.restoreSysctls(changed))
+	}
+	return changed, err
+}
+
+func (n *podNet) restoreSysctls(r maps.Restore) error {
+	if r == (maps.Restore{}) {
+		return nil
+	}
+	return n.ns.Do(func() error {
+		var errs []error
+		if r.TCPFwmarkAccept {
+			errs = append(errs, writeSysctl(sysctlFwmarkAccept, "0"))
+		}
+		if r.FwmarkReflect {
+			errs = append(errs, writeSysctl(sysctlFwmarkReflect, "0"))
+		}
+		if r.FwmarkReflectV6 {
+			errs = append(errs, writeSysctl(sysctlFwmarkReflectV6, "0"))
+		}
+		return errors.Join(errs...)
+	})
+}
+
+// readSysctl and writeSysctl act on the network namespace of the calling thread.
+func readSysctl(name string) (string, error) {
+	b, err := os.ReadFile("/proc/sys/" + name)
+	if err != nil {
+		return "", fmt.Errorf("read a sysctl: %w", err)
+	}
+	return strings.TrimSpace(string(b)), nil
+}
+
+func writeSysctl(name, value string) error {
+	if err := os.WriteFile("/proc/sys/"+name, []byte(value), 0); err != nil {
+		return fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
+	}
+	return nil
+}
+
+// addrs lists the addresses of all interfaces, with the index of the interface that carries each.
+func (n *podNet) addrs() (map[netip.Addr]int, error) {
+	list, err := n.handle.AddrList(nil, netlink.FAMILY_ALL)
+	if err != nil {
+		return nil, fmt.Errorf("list the addresses of %s: %w", n.ns.Path(), err)
+	}
+	addrs := make(map[netip.Addr]int, len(list))
+	for _, a := range list {
+		if ip, ok := netip.AddrFromSlice(a.IP); ok {
+			addrs[ip.Unmap()] = a.LinkIndex
+		}
+	}
+	return addrs, nil
+}
+
+// sealable lists the interfaces that must have a seal: all but lo.
+func (n *podNet) sealable() ([]netlink.Link, error) {
+	links, err := n.handle.LinkList()
+	if err != nil {
+		return nil, fmt.Errorf("list the interfaces of %s: %w", n.ns.Path(), err)
+	}
+	var out []netlink.Link
+	for _, l := range links {
+		if l.Attrs().Flags&net.FlagLoopback == 0 {
+			out = append(out, l)
+		}
+	}
+	return out, nil
+}
+
+// strip removes from a namespace all that enrolment may have put there, and restores the given sysctls. It goes on after a
+// failure. What is absent is no failure.
+func strip(ns *podns.NetNS, restore maps.Restore) error {
+	n, err := openPodNet(ns)
+	if err != nil {
+		return err
+	}
+	defer n.close()
+	links, err := n.sealable()
+	errs := []error{err}
+	for _, l := range links {
+		errs = append(errs, loader.Unseal(n.handle, l))
+	}
+	errs = append(errs, n.restoreSysctls(restore))
+	for _, family := range families {
+		errs = append(errs, n.removeRouting(family))
+	}
+	return errors.Join(errs...)
+}
+
+// undoList remembers how to undo what was done, to be run in reverse.
+type undoList []func() error
+
+func (u *undoList) add(undo func() error) {
+	if undo != nil {
+		*u = append(*u, undo)
+	}
+}
+
+// run undoes everything, the last first, and returns what went wrong with it.
+func (u *undoList) run() error {
+	var errs []error
+	for i := len(*u) - 1; i >= 0; i-- {
+		errs = append(errs, (*u)[i]())
+	}
+	*u = nil
+	return errors.Join(errs...)
+}

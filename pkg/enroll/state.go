@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/google/renameio/v2"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
+	"github.com/redirector-dataplane/redirector/pkg/zds"
+)
+
+// stateSuffix is that of the files in StateDir; their names begin with the pod's UID.
+const stateSuffix = ".json"
+
+// restoreWorkers bounds how many pods are looked at at once when the agent starts.
+const restoreWorkers = 8
+
+// savedPod is what must outlive the agent and is not in the kernel. A cookie means something in one boot only.
+type savedPod struct {
+	Spec
+	NetNSCookie uint64    `json:"netnsCookie"`
+	BootID      string    `json:"bootID"`
+	Since       time.Time `json:"since"`
+}
+
+func bootID() string {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
+}
+
+func (e *Enroller) stateFile(uid string) string { return filepath.Join(e.StateDir, uid+stateSuffix) }
+
+func (e *Enroller) saveState(p *pod) error {
+	b, err := json.MarshalIndent(savedPod{p.spec, p.ns.Cookie(), bootID(), p.since}, "", "  ")
+	if err == nil {
+		err = renameio.WriteFile(e.stateFile(p.uid), b, 0o600)
+	}
+	if err != nil {
+		return fmt.Errorf("note the pod in %s: %w", e.StateDir, err)
+	}
+	return nil
+}
+
+func (e *Enroller) removeState(uid string) error {
+	if err := os.Remove(e.stateFile(uid)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("forget the pod: %w", err)
+	}
+	return nil
+}
+
+// loadState reads all state files. What cannot be read is left out, and logged.
+func (e *Enroller) loadState() (map[string]savedPod, error) {
+	if err := os.MkdirAll(e.StateDir, 0o700); err != nil {
+		return nil, fmt.Errorf("make a directory for what is known of pods: %w", err)
+	}
+	files, err := filepath.Glob(filepath.Join(e.StateDir, "*"+stateSuffix))
+	if err != nil {
+		return nil, fmt.Errorf("list what is known of pods: %w", err)
+	}
+	saved := map[string]savedPod{}
+	boot := bootID()
+	for _, file := range files {
+		var s savedPod
+		b, err := os.ReadFile(file)
+		if err == nil {
+			err = json.Unmarshal(b, &s)
+		}
+		if err == nil {
+			err = s.Validate()
+		}
+		if err != nil {
+			e.Log.Error("cannot read what is known of a pod: it stays captured, enroll it again", "file", file, "error", err)
+			continue
+		}
+		if s.BootID == boot {
+			saved[s.UID] = s
+		}
+	}
+	return saved, nil
+}
+
+// Restore takes over the pods that an earlier agent has enrolled, and forgets those whose network namespace is gone. Of a
+// pod that the kernel knows and no file does, only the capture stays: proxies are told to keep it.
+func (e *Enroller) Restore(ctx context.Context) error {
+	saved, err := e.loadState()
+	if err != nil {
+		return err
+	}
+	inKernel, err := e.Datapath.Maps().Pods()
+	if err != nil {
+		return err
+	}
+	addrs, err := e.Datapath.Maps().OwnAddrs()
+	if err != nil {
+		return err
+	}
+
+	var group errgroup.Group
+	group.SetLimit(restoreWorkers)
+	for cookie, entry := range inKernel {
+		s, known := saved[entry.UID]
+		if known && s.NetNSCookie == cookie {
+			delete(saved, entry.UID)
+		} else {
+			s = savedPod{}
+		}
+		group.Go(func() error {
+			if err := e.restore(ctx, cookie, entry, s, addrs[cookie]); err != nil {
+				e.Log.Error("cannot take over an enrolled pod: it stays as it is",
+					"uid", entry.UID, "netns inode", entry.NetNSInode, "error", err)
+			}
+			return nil
+		})
+	}
+	// The kernel does not know these: the pins were removed by hand, or the namespace has changed.
+	for uid, s := range saved {
+		group.Go(func() error {
+			ns, err := podns.Open(s.NetNS)
+			if err == nil && ns.Cookie() == s.NetNSCookie {
+				err = e.captureIn(ns, s.Spec, nil, s.Since)
+			} else {
+				if err == nil {
+					err = ns.Close()
+				}
+				err = errors.Join(err, e.removeState(uid))
+			}
+			if err != nil {
+				e.Log.Warn("cannot enrol a pod again: enroll it by hand if it still runs", "pod", s.String(), "uid", uid, "error", err)
+			}
+			return nil
+		})
+	}
+	return group.Wait()
+}
+
+// restore takes over one pod that the kernel knows. s is what its file says, or empty.
+func (e *Enroller) restore(ctx context.Context, cookie uint64, entry maps.Pod, s savedPod, addrs map[netip.Addr]int) error {
+	ns, err := findNetNS(s.NetNS, entry.NetNSInode, cookie)
+	if errors.Is(err, podns.ErrGone) {
+		e.Log.Info("forget a pod whose network namespace is gone", "uid", entry.UID, "pod", s.String())
+		return e.removeUnknown(ctx, entry.UID)
+	}
+	if err != nil {
+		return err
+	}
+	if s.UID == "" {
+		e.Log.Warn("a pod is captured, but its name is lost: enroll it again, or unenroll it", "uid", entry.UID, "netns", ns.Path())
+		return errors.Join(e.Proxies.Set(zds.Pod{UID: entry.UID}), ns.Close())
+	}
+	s.NetNS = ns.Path()
+	return e.captureIn(ns, s.Spec, addrs, s.Since)
+}
+
+// findNetNS opens a network namespace that is known by its numbers; path is where it used to be.
+func findNetNS(path string, inode, cookie uint64) (*podns.NetNS, error) {
+	if path != "" {
+		if ns, err := podns.Open(path); err == nil {
+			if ns.Cookie() == cookie {
+				return ns, nil
+			}
+			_ = ns.Close()
+		}
+	}
+	return podns.Find(inode, cookie)
+}
+
+// removeUnknown takes out a pod that this Enroller does not hold, going by what the kernel knows of it.
+func (e *Enroller) removeUnknown(ctx context.Context, uid string) error {
+	if err := e.Proxies.Remove(ctx, uid); err != nil {
+		e.Log.Warn("a proxy has not confirmed that it left the pod", "uid", uid, "error", err)
+	}
+	entries, err := e.Datapath.Maps().Pods()
+	if err != nil {
+		return err
+	}
+	for cookie, entry := range entries {
+		if entry.UID != uid {
+			continue
+		}
+		addrs, err := e.Datapath.Maps().OwnAddrs()
+		if err != nil {
+			return err
+		}
+		ns, err := podns.Find(entry.NetNSInode, cookie)
+		if err != nil && !errors.Is(err, podns.ErrGone) {
+			return err
+		}
+		err = e.clear(uid, cookie, ns, addrs[cookie])
+		if ns != nil {
+			err = errors.Join(err, ns.Close())
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return errors.Join(e.Datapath.DetachSteer(uid), e.removeState(uid))
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"cmp"
+	"errors"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/cilium/ebpf"
+
+	"github.com/redirector-dataplane/redirector/pkg/maps"
+)
+
+// State is how far a pod has come.
+type State string
+
+// The states of a pod that Pods lists.
+const (
+	// StateEnrolled: captured, and a proxy runs for it.
+	StateEnrolled State = "enrolled"
+	// StatePending: captured, but no proxy runs for it, so nothing passes.
+	StatePending State = "pending"
+)
+
+// Pod is what is so for an enrolled pod.
+type Pod struct {
+	Spec
+	State State `json:"state"`
+	// Reason says why a pod is pending, if a proxy has given a reason.
+	Reason      string    `json:"reason,omitempty"`
+	Since       time.Time `json:"since"`
+	NetNSCookie uint64    `json:"netnsCookie"`
+	NetNSInode  uint64    `json:"netnsInode"`
+	// Addresses are the pod's own, which are reached without the proxy from within the pod.
+	Addresses []netip.Addr `json:"addresses"`
+	// Listeners says on which ports the proxy listens, and with how many sockets that are steered to.
+	Listeners map[uint16]int `json:"listeners"`
+	Counters  maps.Counters  `json:"counters"`
+}
+
+// Pods lists the enrolled pods by namespace and name.
+func (e *Enroller) Pods() ([]Pod, error) {
+	e.mu.Lock()
+	uids := make([]string, 0, len(e.byUID))
+	for uid := range e.byUID {
+		uids = append(uids, uid)
+	}
+	e.mu.Unlock()
+
+	pods := make([]Pod, 0, len(uids))
+	for _, uid := range uids {
+		p, err := e.Pod(uid)
+		if errors.Is(err, ErrNotEnrolled) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		pods = append(pods, p)
+	}
+	slices.SortFunc(pods, func(a, b Pod) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name), cmp.Compare(a.UID, b.UID))
+	})
+	return pods, nil
+}
+
+// ErrNotEnrolled says that there is no such pod.
+var ErrNotEnrolled = errors.New("no such pod is enrolled")
+
+// Pod describes one enrolled pod; the error wraps ErrNotEnrolled if it is not.
+func (e *Enroller) Pod(uid string) (Pod, error) {
+	p := e.claim(uid)
+	defer e.release(p)
+	if p.ns == nil {
+		return Pod{}, ErrNotEnrolled
+	}
+	out := Pod{
+		Spec:        p.spec,
+		State:       StatePending,
+		Since:       p.since,
+		NetNSCookie: p.ns.Cookie(),
+		NetNSInode:  p.ns.Inode(),
+		Addresses:   make([]netip.Addr, 0, len(p.ownAddrs)),
+	}
+	for addr := range p.ownAddrs {
+		out.Addresses = append(out.Addresses, addr)
+	}
+	slices.SortFunc(out.Addresses, netip.Addr.Compare)
+	if proxied, ok := e.Proxies.Pod(uid); ok {
+		out.Reason = proxied.LastError
+		if len(proxied.Acked) > 0 {
+			out.State = StateEnrolled
+		}
+	}
+	var err error
+	if out.Listeners, err = e.Datapath.Maps().Listeners(p.ns.Cookie()); err != nil {
+		return Pod{}, err
+	}
+	if out.Counters, err = e.Datapath.Maps().Counters(p.ns.Cookie()); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return Pod{}, err
+	}
+	return out, nil
+}
