@@ -3,9 +3,7 @@
 package enroll_test
 
 import (
-	"context"
 	"errors"
-	"log/slog"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -20,79 +18,12 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
-	"github.com/redirector-dataplane/redirector/pkg/zds"
+	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
 
 // The main thread stays where it is, for /proc/self to mean the host.
 func init() { runtime.LockOSThread() }
-
-// node is what an agent consists of, in this process.
-type node struct {
-	*enroll.Enroller
-	bed      *bed.Bed
-	datapath *loader.Datapath
-	stop     func()
-}
-
-// start runs an agent on the bed, until stop or the test's end.
-func start(tb testing.TB, b *bed.Bed, observe func(string, time.Duration)) *node {
-	tb.Helper()
-	var unsupported *loader.FeatureError
-	datapath, err := loader.Open(loader.Options{BPFFS: b.BPFFS, Cgroup: b.Cgroup})
-	if errors.As(err, &unsupported) {
-		tb.Skip(err)
-	}
-	if err != nil {
-		tb.Fatal(err)
-	}
-	log := slog.New(slog.NewTextHandler(tb.Output(), nil))
-	proxies, err := zds.Listen(zds.Options{Path: b.ZDSSocket, Log: log})
-	if err != nil {
-		tb.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	served := make(chan error, 1)
-	go func() { served <- proxies.Serve(ctx) }()
-	n := &node{
-		Enroller: enroll.New(enroll.Config{
-			Datapath: datapath,
-			Proxies:  proxies,
-			StateDir: filepath.Join(b.RunDir, "pods"),
-			Log:      log,
-			Observe:  observe,
-		}),
-		bed:      b,
-		datapath: datapath,
-	}
-	stopped := false
-	n.stop = func() {
-		if stopped {
-			return
-		}
-		stopped = true
-		n.Close()
-		cancel()
-		if err := errors.Join(<-served, datapath.Close()); err != nil {
-			tb.Error(err)
-		}
-	}
-	tb.Cleanup(n.stop)
-	if err := n.Restore(ctx); err != nil {
-		tb.Fatal(err)
-	}
-	return n
-}
-
-func specOf(pod *bed.NS) enroll.Spec {
-	s := enroll.Spec{UID: "uid-" + pod.Name, Namespace: "default", Name: pod.Name, ServiceAccount: "default", NetNS: pod.Path}
-	for _, ip := range []netip.Addr{pod.V4, pod.V6} {
-		if ip.IsValid() {
-			s.IPs = append(s.IPs, ip)
-		}
-	}
-	return s
-}
 
 func newPod(tb testing.TB, b *bed.Bed, name string, opts bed.PodOptions) *bed.NS {
 	tb.Helper()
@@ -122,10 +53,10 @@ func TestUnenrolLeavesTheNamespaceAsItWas(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := bed.ForTest(t, bed.Options{})
 			pod := newPod(t, b, "pod", opts)
-			n := start(t, b, nil)
+			n := agent.Start(t, b, nil)
 			before := snapshot(t, pod)
 			for range 2 {
-				if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+				if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
 					t.Fatal(err)
 				}
 				if snapshot(t, pod) == before {
@@ -133,7 +64,7 @@ func TestUnenrolLeavesTheNamespaceAsItWas(t *testing.T) {
 				}
 				// Repeated, it changes nothing more.
 				enrolled := snapshot(t, pod)
-				if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+				if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
 					t.Fatal(err)
 				}
 				diff(t, enrolled, snapshot(t, pod))
@@ -151,7 +82,7 @@ func TestUnenrolLeavesTheNamespaceAsItWas(t *testing.T) {
 func TestUnenrolKeepsWhatThePodHadBefore(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
 	pod := newPod(t, b, "pod", bed.PodOptions{})
-	n := start(t, b, nil)
+	n := agent.Start(t, b, nil)
 
 	for _, sysctl := range []string{"net.ipv4.tcp_fwmark_accept", "net.ipv6.fwmark_reflect"} {
 		if err := pod.SetSysctl(sysctl, "1"); err != nil {
@@ -180,7 +111,7 @@ func TestUnenrolKeepsWhatThePodHadBefore(t *testing.T) {
 	}
 
 	before := snapshot(t, pod)
-	if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+	if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
 		t.Fatal(err)
 	}
 	if err := n.Unenroll(t.Context(), "uid-pod"); err != nil {
@@ -191,19 +122,19 @@ func TestUnenrolKeepsWhatThePodHadBefore(t *testing.T) {
 
 func TestEnrolThatFailsLeavesNothing(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
-	n := start(t, b, nil)
+	n := agent.Start(t, b, nil)
 	pod := newPod(t, b, "pod", bed.PodOptions{})
 	down := newPod(t, b, "down", bed.PodOptions{LoDown: true})
 
-	unknown := specOf(pod)
+	unknown := agent.Spec(pod)
 	unknown.IPs = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
-	host := specOf(pod)
+	host := agent.Spec(pod)
 	host.NetNS = "/proc/self/ns/net"
 	for name, c := range map[string]struct {
 		spec enroll.Spec
 		want string
 	}{
-		"lo is down":         {specOf(down), "ip link set lo up"},
+		"lo is down":         {agent.Spec(down), "ip link set lo up"},
 		"an address it owns": {unknown, "192.0.2.1"},
 		"the host":           {host, podns.ErrHost.Error()},
 	} {
@@ -214,10 +145,10 @@ func TestEnrolThatFailsLeavesNothing(t *testing.T) {
 				t.Fatalf("got error %v, want one with %q", err, c.want)
 			}
 			diff(t, before, snapshot(t, pod)+snapshot(t, down))
-			if pods, err := n.datapath.Maps().Pods(); err != nil || len(pods) > 0 {
+			if pods, err := n.Datapath.Maps().Pods(); err != nil || len(pods) > 0 {
 				t.Errorf("map pods has %v, %v", pods, err)
 			}
-			if addrs, err := n.datapath.Maps().OwnAddrs(); err != nil || len(addrs) > 0 {
+			if addrs, err := n.Datapath.Maps().OwnAddrs(); err != nil || len(addrs) > 0 {
 				t.Errorf("map own_addrs has %v, %v", addrs, err)
 			}
 			if pins, _ := os.ReadDir(filepath.Join(b.BPFFS, "pods")); len(pins) > 0 {
@@ -229,12 +160,12 @@ func TestEnrolThatFailsLeavesNothing(t *testing.T) {
 
 func TestANamespaceBelongsToOnePod(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
-	n := start(t, b, nil)
+	n := agent.Start(t, b, nil)
 	pod := newPod(t, b, "pod", bed.PodOptions{})
-	if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+	if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
 		t.Fatal(err)
 	}
-	other := specOf(pod)
+	other := agent.Spec(pod)
 	other.UID = "other"
 	if err := n.Enroll(t.Context(), other, false); !errors.Is(err, enroll.ErrTaken) || !strings.Contains(err.Error(), "uid-pod") {
 		t.Errorf("a second pod in the same namespace: %v", err)
@@ -246,10 +177,10 @@ func TestANamespaceBelongsToOnePod(t *testing.T) {
 
 func TestAPodMayGetANewNamespace(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
-	n := start(t, b, nil)
+	n := agent.Start(t, b, nil)
 	first, second := newPod(t, b, "first", bed.PodOptions{}), newPod(t, b, "second", bed.PodOptions{})
 	before := snapshot(t, first)
-	spec := specOf(first)
+	spec := agent.Spec(first)
 	if err := n.Enroll(t.Context(), spec, false); err != nil {
 		t.Fatal(err)
 	}
@@ -265,9 +196,9 @@ func TestAPodMayGetANewNamespace(t *testing.T) {
 
 func TestANewInterfaceGetsItsSealAndItsAddressIsKnown(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
-	n := start(t, b, nil)
+	n := agent.Start(t, b, nil)
 	pod := newPod(t, b, "pod", bed.PodOptions{})
-	if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+	if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
 		t.Fatal(err)
 	}
 	h, err := pod.Handle()
@@ -294,7 +225,7 @@ func TestANewInterfaceGetsItsSealAndItsAddressIsKnown(t *testing.T) {
 		})
 	}
 	owns := func() bool {
-		addrs, err := n.datapath.Maps().OwnAddrs()
+		addrs, err := n.Datapath.Maps().OwnAddrs()
 		_, ok := addrs[pod.Cookie][addr]
 		return err == nil && ok
 	}
@@ -307,18 +238,18 @@ func TestANewInterfaceGetsItsSealAndItsAddressIsKnown(t *testing.T) {
 
 func TestAnAgentThatStartsTakesOver(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
-	n := start(t, b, nil)
+	n := agent.Start(t, b, nil)
 	pod, gone := newPod(t, b, "pod", bed.PodOptions{}), newPod(t, b, "gone", bed.PodOptions{})
 	nameless := newPod(t, b, "nameless", bed.PodOptions{})
 	before := snapshot(t, pod)
 	beforeNameless := snapshot(t, nameless)
 	for _, ns := range []*bed.NS{pod, gone, nameless} {
-		if err := n.Enroll(t.Context(), specOf(ns), false); err != nil {
+		if err := n.Enroll(t.Context(), agent.Spec(ns), false); err != nil {
 			t.Fatal(err)
 		}
 	}
 	enrolled := snapshot(t, pod)
-	n.stop()
+	n.Stop()
 
 	if err := b.RemovePod(gone); err != nil {
 		t.Fatal(err)
@@ -326,13 +257,13 @@ func TestAnAgentThatStartsTakesOver(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(b.RunDir, "pods", "uid-nameless.json"), []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	n = start(t, b, nil)
+	n = agent.Start(t, b, nil)
 	diff(t, enrolled, snapshot(t, pod))
 	pods, err := n.Pods()
 	if err != nil || len(pods) != 1 || pods[0].UID != "uid-pod" || pods[0].Name != "pod" {
 		t.Errorf("the new agent knows %+v, %v", pods, err)
 	}
-	inKernel, err := n.datapath.Maps().Pods()
+	inKernel, err := n.Datapath.Maps().Pods()
 	if err != nil || len(inKernel) != 2 || inKernel[nameless.Cookie].UID != "uid-nameless" {
 		t.Errorf("the kernel knows %+v, %v", inKernel, err)
 	}
@@ -347,21 +278,21 @@ func TestAnAgentThatStartsTakesOver(t *testing.T) {
 
 func TestCleanupLeavesNothing(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
-	n := start(t, b, nil)
+	n := agent.Start(t, b, nil)
 	state := filepath.Join(b.RunDir, "pods")
 	var pods []*bed.NS
 	var before []string
 	for _, name := range []string{"a", "b"} {
 		pod := newPod(t, b, name, bed.PodOptions{})
 		pods, before = append(pods, pod), append(before, snapshot(t, pod))
-		if err := n.Enroll(t.Context(), specOf(pod), false); err != nil {
+		if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if err := enroll.Cleanup(b.BPFFS, state); !errors.Is(err, loader.ErrInUse) {
 		t.Errorf("cleanup under a running agent: %v", err)
 	}
-	n.stop()
+	n.Stop()
 	for range 2 {
 		if err := enroll.Cleanup(b.BPFFS, state); err != nil {
 			t.Fatal(err)
