@@ -32,6 +32,12 @@ func BenchmarkEnrol(b *testing.B) {
 			sum += took
 		}
 	})
+	// On a node there are other pods. The first qdisc of all, and the last to go, make the kernel rewrite code of its own.
+	if err := n.Enroll(b.Context(), agent.Spec(newPod(b, bd, "other", bed.PodOptions{})), false); err != nil {
+		b.Fatal(err)
+	}
+	clear(steps)
+	order = nil
 	pod := newPod(b, bd, "pod", bed.PodOptions{})
 	spec := agent.Spec(pod)
 	for b.Loop() {

@@ -355,12 +355,8 @@ func (e *Enroller) applyOwnAddrs(p *pod, n *podNet) (undo func() error, err erro
 
 // applySeals gives every interface its seal: a new one to each, or only to those that have none.
 func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error, err error) {
-	links, err := n.sealable()
-	if err != nil {
-		return nil, err
-	}
 	var undos undoList
-	for _, l := range links {
+	for _, l := range n.links {
 		sealed, err := loader.Sealed(n.handle, l)
 		if err == nil && (renew || !sealed) {
 			err = e.Datapath.Seal(p.ns, n.handle, l)

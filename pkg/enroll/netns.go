@@ -47,7 +47,9 @@ func familyName(family int) string {
 type podNet struct {
 	ns     *podns.NetNS
 	handle *netlink.Handle
-	lo     netlink.Link
+	// links are the interfaces that need a seal: all but lo.
+	links []netlink.Link
+	loUp  bool
 	// ipv6 says whether the kernel has IPv6 here at all, ipv6Lo whether the loopback device does.
 	ipv6, ipv6Lo bool
 }
@@ -68,7 +70,7 @@ func openPodNet(ns *podns.NetNS) (*podNet, error) {
 		return err
 	})
 	if err == nil {
-		n.lo, err = n.handle.LinkByName("lo")
+		err = n.listLinks()
 	}
 	if err != nil {
 		n.close()
@@ -88,7 +90,7 @@ func (n *podNet) addRouting(family int) (undo func() error, err error) {
 	if family == unix.AF_INET6 && !n.ipv6 {
 		return nil, nil
 	}
-	if n.lo.Attrs().Flags&net.FlagUp == 0 {
+	if !n.loUp {
 		return nil, fmt.Errorf("the loopback device of %s is down: bring it up with `ip link set lo up`", n.ns.Path())
 	}
 	table, err := n.findTable(family)
@@ -293,19 +295,19 @@ func (n *podNet) addrs() (map[netip.Addr]int, error) {
 	return addrs, nil
 }
 
-// sealable lists the interfaces that must have a seal: all but lo.
-func (n *podNet) sealable() ([]netlink.Link, error) {
+func (n *podNet) listLinks() error {
 	links, err := n.handle.LinkList()
 	if err != nil {
-		return nil, fmt.Errorf("list the interfaces of %s: %w", n.ns.Path(), err)
+		return err
 	}
-	var out []netlink.Link
 	for _, l := range links {
 		if l.Attrs().Flags&net.FlagLoopback == 0 {
-			out = append(out, l)
+			n.links = append(n.links, l)
+		} else {
+			n.loUp = l.Attrs().Flags&net.FlagUp != 0
 		}
 	}
-	return out, nil
+	return nil
 }
 
 // strip removes from a namespace all that enrolment may have put there, and restores the given sysctls. It goes on after a
@@ -316,9 +318,8 @@ func strip(ns *podns.NetNS, restore maps.Restore) error {
 		return err
 	}
 	defer n.close()
-	links, err := n.sealable()
-	errs := []error{err}
-	for _, l := range links {
+	var errs []error
+	for _, l := range n.links {
 		errs = append(errs, loader.Unseal(n.handle, l))
 	}
 	errs = append(errs, n.restoreSysctls(restore))

@@ -4,6 +4,7 @@ package loader
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -17,7 +18,7 @@ const (
 )
 
 // template is a program that each pod gets a copy of, made ready for quick loading: its maps are filled in, and all
-// metadata is gone that the kernel does not need (with it, loading takes about twice as long).
+// metadata is gone that the kernel does not need. With it, loading the seal's stub takes 0.2 ms longer.
 type template struct {
 	spec *ebpf.ProgramSpec
 	// Where the constants are, by value.
@@ -26,6 +27,7 @@ type template struct {
 
 func newTemplate(spec *ebpf.ProgramSpec, maps map[string]*ebpf.Map) (*template, error) {
 	t := &template{spec: spec.Copy(), immediates: map[int64][]int{}}
+	calls := slices.ContainsFunc(t.spec.Instructions, func(i asm.Instruction) bool { return i.IsFunctionReference() })
 	for i, ins := range t.spec.Instructions {
 		symbol, reference, fn := ins.Symbol(), ins.Reference(), btf.FuncMetadata(&ins)
 		if ins.IsLoadFromMap() {
@@ -37,15 +39,15 @@ func newTemplate(spec *ebpf.ProgramSpec, maps map[string]*ebpf.Map) (*template, 
 		}
 		isCall := ins.IsFunctionReference()
 		ins.Metadata = asm.Metadata{}
-		// What is left to keep: functions that the program calls, which are verified by their types.
 		if symbol != "" {
 			ins = ins.WithSymbol(symbol)
 		}
-		if fn != nil {
-			ins = btf.WithFuncMetadata(ins, fn)
-		}
 		if isCall {
 			ins = ins.WithReference(reference)
+		}
+		if calls && fn != nil {
+			// Functions that are called are verified by their types.
+			ins = btf.WithFuncMetadata(ins, fn)
 		}
 		t.spec.Instructions[i] = ins
 		if ins.OpCode.IsDWordLoad() && (ins.Constant == netnsCookieImmediate || ins.Constant == linkHeaderImmediate) {
@@ -61,7 +63,7 @@ func newTemplate(spec *ebpf.ProgramSpec, maps map[string]*ebpf.Map) (*template, 
 // load loads a copy with the given constants in it.
 func (t *template) load(cookie uint64, linkHeader int) (*ebpf.Program, error) {
 	spec := *t.spec
-	spec.Instructions = append(asm.Instructions(nil), t.spec.Instructions...)
+	spec.Instructions = slices.Clone(t.spec.Instructions)
 	for _, i := range t.immediates[netnsCookieImmediate] {
 		spec.Instructions[i].Constant = int64(cookie)
 	}
