@@ -21,34 +21,12 @@ func Cleanup(bpffs, stateDir string) error {
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	restore := map[uint64]maps.Restore{}
+	errs, err := leaveAll(datapath)
 	if datapath != nil {
-		pods, err := datapath.Maps().Pods()
-		if err != nil {
-			return errors.Join(err, datapath.Close())
-		}
-		for cookie, pod := range pods {
-			restore[cookie] = pod.Restore
-			// Capture ends before its routes do.
-			if err := datapath.Maps().DeletePod(cookie); err != nil {
-				return errors.Join(err, datapath.Close())
-			}
-		}
-		if err := datapath.Close(); err != nil {
-			return err
-		}
+		err = errors.Join(err, datapath.Close())
 	}
-
-	var errs []error
-	// All namespaces, not only those in the map: an agent may have died between its first step and the map entry.
-	for ns, err := range podns.All() {
-		if err != nil {
-			errs = append(errs, err)
-			continue
-		}
-		if err := strip(ns, restore[ns.Cookie()]); err != nil {
-			errs = append(errs, fmt.Errorf("clean up network namespace %s: %w", ns.Path(), err))
-		}
+	if err != nil {
+		return err
 	}
 	errs = append(errs, loader.Unload(bpffs))
 
@@ -58,4 +36,62 @@ func Cleanup(bpffs, stateDir string) error {
 		errs = append(errs, os.Remove(file))
 	}
 	return errors.Join(errs...)
+}
+
+// leaveAll takes the dataplane, which may be nil, out of all network namespaces. It returns what went wrong in single ones,
+// and what kept it from looking at them at all.
+func leaveAll(datapath *loader.Datapath) (single []error, err error) {
+	others, err := datapath.OthersAtWork()
+	if err != nil {
+		return nil, err
+	}
+	restore := map[uint64]maps.Restore{}
+	if datapath != nil {
+		pods, err := datapath.Maps().Pods()
+		if err != nil {
+			return nil, err
+		}
+		for cookie, pod := range pods {
+			restore[cookie] = pod.Restore
+			// Capture ends before its routes do.
+			if err := datapath.Maps().DeletePod(cookie); err != nil {
+				return nil, err
+			}
+		}
+	}
+
+	// All namespaces, not only those in the map: an agent may have died between its first step and the map entry, or its pins
+	// may be gone. Beside another dataplane, only those that are surely not its own.
+	for ns, err := range podns.All() {
+		if err != nil {
+			return single, err
+		}
+		changed, known := restore[ns.Cookie()]
+		ours := known || !others
+		if !ours {
+			ours, err = sealedBy(datapath, ns)
+		}
+		if ours {
+			err = strip(ns, changed)
+		}
+		if err != nil {
+			single = append(single, fmt.Errorf("clean up network namespace %s: %w", ns.Path(), err))
+		}
+	}
+	return single, nil
+}
+
+// sealedBy says whether an interface in the namespace has a seal of the dataplane.
+func sealedBy(datapath *loader.Datapath, ns *podns.NetNS) (bool, error) {
+	n, err := openPodNet(ns)
+	if err != nil {
+		return false, err
+	}
+	defer n.close()
+	for _, l := range n.links {
+		if sealed, err := datapath.HasSealed(n.handle, l); err != nil || sealed {
+			return sealed, err
+		}
+	}
+	return false, nil
 }

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/vishvananda/netlink"
@@ -341,8 +342,8 @@ func (u *undoList) add(undo func() error) {
 // run undoes everything, the last first, and returns what went wrong with it.
 func (u *undoList) run() error {
 	var errs []error
-	for i := len(*u) - 1; i >= 0; i-- {
-		errs = append(errs, (*u)[i]())
+	for _, undo := range slices.Backward(*u) {
+		errs = append(errs, undo())
 	}
 	*u = nil
 	return errors.Join(errs...)

@@ -25,7 +25,7 @@ import (
 // stateSuffix is that of the files in StateDir; their names begin with the pod's UID.
 const stateSuffix = ".json"
 
-// restoreWorkers bounds how many pods are looked at at once when the agent starts.
+// restoreWorkers bounds how many pods are taken over at a time when the agent starts.
 const restoreWorkers = 8
 
 // savedPod is what must outlive the agent and is not in the kernel. A cookie means something in one boot only.
@@ -123,7 +123,7 @@ func (e *Enroller) Restore(ctx context.Context) error {
 		group.Go(func() error {
 			if err := e.restore(ctx, cookie, entry, s, addrs[cookie]); err != nil {
 				e.Log.Error("cannot take over an enrolled pod: it stays as it is",
-					"uid", entry.UID, "netns inode", entry.NetNSInode, "error", err)
+					"uid", entry.UID, "netns_inode", entry.NetNSInode, "error", err)
 			}
 			return nil
 		})

@@ -132,6 +132,9 @@ func OpenMaps(bpffs string) (*Datapath, error) {
 		d.lock, err = lockDir(bpffs)
 	}
 	if err == nil {
+		err = onBPFFS(d.lock)
+	}
+	if err == nil {
 		err = d.openMaps(spec)
 	}
 	if err != nil {
@@ -293,10 +296,33 @@ func Unload(bpffs string) error {
 		if err != nil {
 			return err
 		}
-		err = errors.Join(detachAll(dir), os.RemoveAll(dir), lock.Close())
-		if err != nil {
+		if err := errors.Join(removePins(lock), lock.Close()); err != nil {
 			return fmt.Errorf("remove the dataplane at %s: %w", dir, err)
 		}
+	}
+	return nil
+}
+
+// removePins removes a directory of pins, and nothing of others that may be in it, should its name have been mistaken.
+func removePins(dir *os.File) error {
+	if err := onBPFFS(dir); err != nil {
+		return err
+	}
+	errs := []error{detachAll(dir.Name())}
+	for _, ours := range []string{mapsDir, linksDir, podsDir} {
+		errs = append(errs, os.RemoveAll(filepath.Join(dir.Name(), ours)))
+	}
+	return errors.Join(append(errs, os.Remove(dir.Name()))...)
+}
+
+// onBPFFS fails for what cannot be a directory of pins.
+func onBPFFS(dir *os.File) error {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(dir.Fd()), &st); err != nil {
+		return fmt.Errorf("bpffs %s: statfs: %w", dir.Name(), err)
+	}
+	if st.Type != unix.BPF_FS_MAGIC {
+		return fmt.Errorf("bpffs %s is not on a BPF filesystem: name the directory that the agent was given", dir.Name())
 	}
 	return nil
 }

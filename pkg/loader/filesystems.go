@@ -27,10 +27,10 @@ func checkBPFFS(dir string) error {
 	parent := filepath.Dir(dir)
 	var st unix.Statfs_t
 	if err := unix.Statfs(parent, &st); err != nil {
-		return fmt.Errorf("bpffs %s: %s: %w: mount a BPF filesystem there with `mount -t bpf bpf DIR`", dir, parent, err)
+		return fmt.Errorf("bpffs %s: %s: %w: mount a BPF filesystem there with `mount -t bpf none DIR`", dir, parent, err)
 	}
 	if st.Type != unix.BPF_FS_MAGIC {
-		return fmt.Errorf("bpffs %s: %s is not on a BPF filesystem: mount one with `mount -t bpf bpf %s`", dir, parent, parent)
+		return fmt.Errorf("bpffs %s: %s is not on a BPF filesystem: mount one with `mount -t bpf none %s`", dir, parent, parent)
 	}
 	return nil
 }

@@ -55,8 +55,7 @@ func TestOpenNamesWhatTheKernelLacks(t *testing.T) {
 	}
 	b := bed.ForTest(t, bed.Options{})
 	_, err := Open(Options{BPFFS: b.BPFFS, Cgroup: b.Cgroup})
-	var lacks *FeatureError
-	if !errors.As(err, &lacks) {
+	if _, ok := errors.AsType[*FeatureError](err); !ok {
 		t.Fatalf("Open: %v", err)
 	}
 	if err.Error() != missing.Error() || strings.Contains(err.Error(), "\n") {
@@ -68,9 +67,8 @@ func TestOpenNamesWhatTheKernelLacks(t *testing.T) {
 
 func open(t *testing.T, b *bed.Bed) *Datapath {
 	t.Helper()
-	var lacks *FeatureError
 	d, err := Open(Options{BPFFS: b.BPFFS, Cgroup: b.Cgroup})
-	if errors.As(err, &lacks) {
+	if _, lacks := errors.AsType[*FeatureError](err); lacks {
 		t.Skip(err)
 	}
 	if err != nil {

@@ -198,7 +198,7 @@ func eachListener(cookie uint64, do func(bpf.RedirectorListenerKey) error) error
 }
 
 // Counters are what happened to a pod's connections since it was enrolled; the fields are explained in bpf/redirector.h.
-type Counters bpf.RedirectorPodCounters
+type Counters bpf.RedirectorPodCounters //nolint:recvcheck // encoding/json marshals values, and unmarshals into pointers
 
 // Each calls do with every counter in order, under its name in the map's BTF.
 func (c *Counters) Each(do func(name string, value uint64)) {
@@ -239,7 +239,8 @@ func (c *Counters) UnmarshalJSON(data []byte) error {
 	return nil
 }
 
-func (c *Counters) add(other *bpf.RedirectorPodCounters) {
+// Add adds another pod's counters, or those of another CPU.
+func (c *Counters) Add(other *Counters) {
 	to, from := reflect.ValueOf(c).Elem(), reflect.ValueOf(other).Elem()
 	for i := range to.NumField() {
 		if to.Field(i).Kind() == reflect.Uint64 {
@@ -281,7 +282,7 @@ func (m *Maps) Counters(cookie uint64) (Counters, error) {
 		return sum, fmt.Errorf("map counters: look up %d: %w", cookie, err)
 	}
 	for i := range perCPU {
-		sum.add(&perCPU[i])
+		sum.Add((*Counters)(&perCPU[i]))
 	}
 	return sum, nil
 }

@@ -46,7 +46,7 @@ func Open(path string) (*NetNS, error) {
 	// Non-blocking, so that a FIFO does not hang us.
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
-		return nil, fmt.Errorf("open network namespace %q: %w", path, err)
+		return nil, fmt.Errorf("open network namespace %q: %w: name one that the agent sees, as in /run/netns/NAME or /proc/PID/ns/net", path, err)
 	}
 	n := &NetNS{file: os.NewFile(uintptr(fd), path), path: path}
 	if err := n.identify(); err != nil {

@@ -34,9 +34,8 @@ type Agent struct {
 // with the feature's name. observe may be nil; see enroll.Config.
 func Start(tb testing.TB, b *bed.Bed, observe func(step string, took time.Duration)) *Agent {
 	tb.Helper()
-	var lacks *loader.FeatureError
 	datapath, err := loader.Open(loader.Options{BPFFS: b.BPFFS, Cgroup: b.Cgroup})
-	if errors.As(err, &lacks) {
+	if _, lacks := errors.AsType[*loader.FeatureError](err); lacks {
 		tb.Skip(err)
 	}
 	if err != nil {
