@@ -48,9 +48,13 @@
 #define PORT_HBONE 15008
 
 /*
- * Listeners on one port that the map holds at once: two proxies (a rolling update) with a socket per address family,
- * and as many again. The members of a SO_REUSEPORT group need one entry, not one each.
+ * A listener of the proxy is in the map twice: in the slot of the newest for its family, where it takes the place of the
+ * one before, and in the first free of the others, to be found when a newer one has closed. That is room for two proxies
+ * (a rolling update) with a socket per address family, and for one more.
  */
+#define SLOT_NEWEST_V4 0
+#define SLOT_NEWEST_V6 1
+#define SLOT_FIRST 2
 #define LISTENER_SLOTS 8
 
 /* Capacities. Entries are allocated as they are needed, except in the LRU map. */
@@ -89,7 +93,7 @@ struct own_addr {
 struct listener_key {
 	__u64 netns_cookie;
 	__u32 port;
-	__u32 slot; /* 0 to LISTENER_SLOTS-1 */
+	__u32 slot; /* SLOT_NEWEST_V4, SLOT_NEWEST_V6, or SLOT_FIRST to LISTENER_SLOTS-1 */
 };
 
 /* A connection as its receiver sees the first SYN. */

@@ -9,7 +9,11 @@
  * hence one loop for all three listeners.
  */
 
-/* Gives the SYN to the proxy's listener on that port. */
+/*
+ * Gives the SYN to the proxy's newest listener on that port: when a proxy takes over from another, the older one gets no new
+ * connections from then on, and loses none when it closes. Never to another member of the listener's SO_REUSEPORT group,
+ * which an app with the proxy's user id can join.
+ */
 __noinline int assign_listener(struct bpf_sk_lookup *ctx, __u64 cookie, __u32 port)
 {
 	struct listener_key key = {.netns_cookie = cookie, .port = port};
@@ -18,12 +22,12 @@ __noinline int assign_listener(struct bpf_sk_lookup *ctx, __u64 cookie, __u32 po
 	int err;
 
 #pragma clang loop unroll(disable)
-	for (slot = 0; slot < LISTENER_SLOTS; slot++) {
-		key.slot = slot;
+	for (slot = SLOT_NEWEST_V6; slot < LISTENER_SLOTS; slot++) {
+		key.slot = slot == SLOT_NEWEST_V6 && ctx->family == AF_INET ? SLOT_NEWEST_V4 : slot;
 		sk = bpf_map_lookup_elem(&listeners, &key);
 		if (!sk)
 			continue;
-		err = bpf_sk_assign(ctx, sk, 0);
+		err = bpf_sk_assign(ctx, sk, BPF_SK_LOOKUP_F_NO_REUSEPORT);
 		bpf_sk_release(sk);
 		if (!err) /* else: a listener of the other address family */
 			return 1;

@@ -95,8 +95,8 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 {
 	__u32 port = ctx->local_port;
 	struct listener_key key = {.netns_cookie = cookie, .port = port};
+	int err = 0;
 	__u32 slot;
-	int err;
 
 	if ((sk->mark & MARK_MASK) != MARK_PROXY) {
 		/* tcp_fwmark_accept does not reach a listener that has a mark: its answers will not find the proxy. */
@@ -108,17 +108,24 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 		return;
 
 #pragma clang loop unroll(disable)
-	for (slot = 0; slot < LISTENER_SLOTS; slot++) {
+	for (slot = SLOT_FIRST; slot < LISTENER_SLOTS; slot++) {
 		key.slot = slot;
 		err = bpf_sock_hash_update(ctx, &listeners, &key, BPF_NOEXIST);
-		if (!err) {
-			count(cookie, listeners_added);
-			return;
-		}
 		if (err != -EEXIST)
 			break;
 	}
-	count(cookie, listeners_rejected);
+	if (err) {
+		count(cookie, listeners_rejected);
+		return;
+	}
+	/* An IPv6 listener that does not take IPv4 does no harm there: it cannot be assigned, and the next one is looked up. */
+	key.slot = SLOT_NEWEST_V4;
+	bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
+	if (ctx->family == AF_INET6) {
+		key.slot = SLOT_NEWEST_V6;
+		bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
+	}
+	count(cookie, listeners_added);
 }
 
 /* redir_mark: marks what leaves an enrolled pod, admits what the proxy sends to its app, notes where the proxy listens.

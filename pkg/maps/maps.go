@@ -166,11 +166,15 @@ func ownAddrKey(cookie uint64, addr netip.Addr) bpf.RedirectorOwnAddrKey {
 // Listeners returns how many of the proxy's listeners on each port connections of the pod can be steered to.
 func (m *Maps) Listeners(cookie uint64) (map[uint16]int, error) {
 	all := map[uint16]int{}
+	seen := map[uint64]bool{} // each is in the map more than once
 	err := eachListener(cookie, func(key bpf.RedirectorListenerKey) error {
-		var socket uint64
+		var socket uint64 // its cookie
 		switch err := m.RedirectorMaps.Listeners.Lookup(key, &socket); {
 		case err == nil:
-			all[uint16(key.Port)]++
+			if !seen[socket] {
+				seen[socket] = true
+				all[uint16(key.Port)]++
+			}
 		case !errors.Is(err, ebpf.ErrKeyNotExist):
 			return fmt.Errorf("map listeners: look up port %d of %d: %w", key.Port, cookie, err)
 		}
