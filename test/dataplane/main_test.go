@@ -16,11 +16,12 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"strings"
 	"testing"
 	"time"
 
+	"github.com/redirector-dataplane/redirector/cmd/redirector/app"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/pkg/zds"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/nodeproxy"
@@ -38,6 +39,10 @@ func TestMain(m *testing.M) {
 		os.Exit(m.Run())
 	case "nodeproxy":
 		os.Exit(nodeproxy.Main(os.Args[1:]))
+	case "agent":
+		os.Exit(app.Main(context.Background(), os.Args[1:], app.Env{
+			Stdout: os.Stdout, Stderr: os.Stderr, Getenv: os.Getenv, Version: "test",
+		}))
 	case "client":
 		os.Exit(client(os.Args[1]))
 	default:
@@ -132,8 +137,8 @@ type proxy struct {
 	t   *testing.T
 }
 
-// startProxy starts a node proxy and returns when it is connected and ready.
-func (n *node) startProxy(args ...string) *proxy {
+// startProxyProcess starts a node proxy.
+func (n *node) startProxyProcess(args ...string) *proxy {
 	n.t.Helper()
 	n.proxies++
 	p := &proxy{log: filepath.Join(n.Dir, fmt.Sprintf("proxy%d.json", n.proxies)), t: n.t}
@@ -145,9 +150,16 @@ func (n *node) startProxy(args ...string) *proxy {
 	if p.Proc, err = n.Start(n.Node, true, fmt.Sprintf("proxy%d", n.proxies), argv, []string{roleVariable + "=nodeproxy"}); err != nil {
 		n.t.Fatal(err)
 	}
+	return p
+}
+
+// startProxy starts a node proxy and returns when it is connected and ready.
+func (n *node) startProxy(args ...string) *proxy {
+	n.t.Helper()
+	p := n.startProxyProcess(args...)
 	eventually(n.t, "the node proxy is ready", func() bool {
 		for _, c := range n.Proxies.Status() {
-			if c.State == "ready" && int(c.PID) == p.Pid {
+			if c.State == zds.StateReady && int(c.PID) == p.Pid {
 				return true
 			}
 		}
@@ -296,8 +308,4 @@ func eachFamily(t *testing.T, run func(t *testing.T, family string)) {
 	for _, family := range []string{"IPv4", "IPv6"} {
 		t.Run(family, func(t *testing.T) { run(t, family) })
 	}
-}
-
-func isUnsupported(err error) bool {
-	return err != nil && (strings.Contains(err.Error(), "not supported") || strings.Contains(err.Error(), "protocol not available"))
 }

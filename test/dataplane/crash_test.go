@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/test/agent"
+	"github.com/redirector-dataplane/redirector/test/bed"
+)
+
+// agentProcess is an agent as it is run on a node.
+type agentProcess struct {
+	*bed.Proc
+	client *api.Client
+}
+
+func startAgent(t *testing.T, b *bed.Bed) *agentProcess {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	proc, err := b.Start(b.Node, true, "agent", []string{
+		self, "agent", "--standalone", "--run-dir", b.RunDir, "--bpffs", b.BPFFS, "--cgroup", b.Cgroup, "--zds-socket", b.ZDSSocket,
+	}, []string{roleVariable + "=agent"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := &agentProcess{proc, api.NewClient(filepath.Join(b.RunDir, "agent.sock"))}
+	eventually(t, "the agent answers", func() bool {
+		_, err := a.client.Status(t.Context())
+		return err == nil
+	})
+	return a
+}
+
+// The agent is killed under load: what is established goes on, what is new is steered, and the next agent takes over without
+// a connection noticing.
+func TestTheAgentIsKilledUnderLoad(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	if err := b.JoinCgroup(); err != nil {
+		t.Fatal(err)
+	}
+	n := &node{Bed: b, t: t}
+	a := startAgent(t, b)
+	p := n.startProxyProcess()
+	pod := n.plainPod("pod")
+	n.serve(n.Outside, 8080, bed.AppOptions{})
+	n.serve(pod, 8080, bed.AppOptions{})
+	enrol := func() {
+		t.Helper()
+		request := api.EnrollRequest{Spec: agent.Spec(pod), Wait: true, Timeout: api.Duration(10 * time.Second)}
+		if _, err := a.client.Enroll(t.Context(), request); err != nil {
+			t.Fatal(err)
+		}
+	}
+	enrol()
+
+	var established []net.Conn
+	var loads []*load
+	for _, family := range []string{"IPv4", "IPv6"} {
+		for _, way := range [][2]*bed.NS{{pod, n.Outside}, {n.Outside, pod}} {
+			remote := netip.AddrPortFrom(addr(way[1], family), 8080)
+			c, err := way[0].Dial(t.Context(), bed.DialSpec{Remote: remote})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			_ = c.SetDeadline(time.Now().Add(time.Minute))
+			if _, err := bed.ReadIdentity(c); err != nil {
+				t.Fatal(err)
+			}
+			established = append(established, c)
+			loads = append(loads, startLoad(way[0], remote, 2))
+		}
+	}
+	still := func(when string) {
+		t.Helper()
+		for _, c := range established {
+			if err := echo(c, []byte("still there")); err != nil {
+				t.Errorf("%s, %s to %s: %v", when, c.LocalAddr(), c.RemoteAddr(), err)
+			}
+		}
+	}
+
+	for range 3 {
+		loads[0].waitFor(t, 20)
+		if err := a.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		before := len(p.connections())
+		loads[0].waitFor(t, 20)
+		if len(p.connections()) == before {
+			t.Error("without an agent the proxy sees no new connection")
+		}
+		still("without an agent")
+		a = startAgent(t, b)
+		loads[0].waitFor(t, 20)
+		still("with the next agent")
+	}
+	for _, l := range loads {
+		l.end(t)
+	}
+	enrol() // the proxy has come back, and has the pod
+	pods, err := a.client.Pods(t.Context())
+	if err != nil || len(pods) != 1 || pods[0].UID != "uid-pod" || pods[0].State != "enrolled" {
+		t.Errorf("the last agent has %+v, %v", pods, err)
+	}
+	if c := pods[0].Counters; c.OutboundNoListener+c.InboundNoListener+c.SealDropped > 0 {
+		t.Errorf("counters are %+v", c)
+	}
+}
