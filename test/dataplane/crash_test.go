@@ -72,7 +72,7 @@ func TestTheAgentIsKilledUnderLoad(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer c.Close()
+			t.Cleanup(func() { _ = c.Close() })
 			_ = c.SetDeadline(time.Now().Add(time.Minute))
 			if _, err := bed.ReadIdentity(c); err != nil {
 				t.Fatal(err)

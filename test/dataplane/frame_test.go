@@ -3,6 +3,7 @@
 package dataplane
 
 import (
+	"bytes"
 	"encoding/binary"
 	"net"
 	"net/netip"
@@ -218,6 +219,6 @@ func (w *wire) passes(t *testing.T, frame []byte) bool {
 			return passed
 		}
 		// A tag may have been taken out of the frame on its way: compare what is behind the link headers.
-		passed = passed || n >= 14 && string(got[14:]) == string(frame[len(frame)-(n-14):])
+		passed = passed || n >= 14 && bytes.Equal(got[14:], frame[len(frame)-(n-14):])
 	}
 }

@@ -168,7 +168,7 @@ func TestConnectionsFromBeforeEnrolmentGoOn(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer c.Close()
+			t.Cleanup(func() { _ = c.Close() })
 			_ = c.SetDeadline(time.Now().Add(20 * time.Second))
 			if _, err := bed.ReadIdentity(c); err != nil {
 				t.Fatal(err)
@@ -333,7 +333,7 @@ func TestListenerSlots(t *testing.T) {
 	n := newNode(t)
 	pod := n.enrolledPod("pod")
 	n.serve(n.Outside, 8080, bed.AppOptions{})
-	listen := func(network string, opts bed.ListenOptions) net.Listener {
+	listen := func(network string, opts bed.ListenOptions) *net.TCPListener {
 		t.Helper()
 		opts.Mark, opts.Transparent, opts.ReusePort = 0x539, true, true
 		l, err := pod.Listen(network, 15001, opts)
@@ -354,17 +354,17 @@ func TestListenerSlots(t *testing.T) {
 		if family == "IPv6" {
 			l = v6
 		}
-		got, err := l.Accept()
+		got, err := l.AcceptTCP()
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer got.Close()
-		if local, err := bed.Sockname(got.(*net.TCPConn)); err != nil || local != remote {
+		if local, err := bed.Sockname(got); err != nil || local != remote {
 			t.Errorf("the %s listener has accepted %s, %v", family, local, err)
 		}
 	})
 
-	var more []net.Listener
+	var more []*net.TCPListener
 	for range 4 {
 		more = append(more, listen("tcp4", bed.ListenOptions{}))
 	}

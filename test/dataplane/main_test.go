@@ -6,6 +6,7 @@ package dataplane
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -247,7 +248,7 @@ func ask(t *testing.T, from *bed.NS, spec bed.DialSpec) (bed.Identity, netip.Add
 	}
 	if len(spec.Data) > 0 {
 		got := make([]byte, len(spec.Data))
-		if _, err := io.ReadFull(c, got); err != nil || string(got) != string(spec.Data) {
+		if _, err := io.ReadFull(c, got); err != nil || !bytes.Equal(got, spec.Data) {
 			t.Errorf("the app returned %q, %v; want %q", got, err, spec.Data)
 		}
 	}

@@ -260,7 +260,7 @@ func TestOneSourcePortToTwoServers(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer c.Close()
+			t.Cleanup(func() { _ = c.Close() })
 			if id, err := bed.ReadIdentity(c); err != nil || id.Local.Port() != port {
 				t.Errorf("server %d says %+v, %v", port, id, err)
 			}
