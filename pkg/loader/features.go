@@ -5,6 +5,7 @@ package loader
 import (
 	"errors"
 	"fmt"
+	"os"
 	"runtime"
 
 	"github.com/cilium/ebpf"
@@ -204,6 +205,13 @@ func inScratchNetNS(fn func(*netlink.Handle, netlink.Link) error) error {
 	go func() {
 		// Never unlocked: the thread ends with the goroutine, and the namespace with the thread.
 		runtime.LockOSThread()
+		if unix.Gettid() == os.Getpid() {
+			// Not the main thread, which never ends: where that is, /proc/PID/ns says of the whole process. While
+			// this goroutine holds it, the next gets another.
+			done <- inScratchNetNS(fn)
+			runtime.UnlockOSThread()
+			return
+		}
 		done <- func() error {
 			if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 				return fmt.Errorf("make a network namespace to try it in: %w", err)

@@ -44,6 +44,9 @@ func checkCgroup(dir string) error {
 	if st.Type != unix.CGROUP2_SUPER_MAGIC {
 		return fmt.Errorf("cgroup %q is not on a cgroup2 filesystem: name the mount that `findmnt -t cgroup2` shows", dir)
 	}
+	if info, err := os.Stat(dir); err != nil || !info.IsDir() {
+		return fmt.Errorf("cgroup %q is not a directory: name the cgroup, not a file of it", dir)
+	}
 	return nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 	"strconv"
 
@@ -45,6 +46,9 @@ type NetNS struct {
 func Open(path string) (*NetNS, error) {
 	// Non-blocking, so that a FIFO does not hang us.
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	if err != nil && filepath.Clean(path) == "/proc/1/ns/net" {
+		return nil, fmt.Errorf("%q %w", path, ErrHost) // whatever keeps us from looking at it
+	}
 	if err != nil {
 		return nil, fmt.Errorf("open network namespace %q: %w: name one that the agent sees, as in /run/netns/NAME or /proc/PID/ns/net", path, err)
 	}

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
+)
+
+type cleanupOptions struct {
+	runDir    string
+	bpffs     string
+	zdsSocket string
+}
+
+func newCleanup(env *Env) *cobra.Command {
+	var o cleanupOptions
+	cmd := &cobra.Command{
+		Use:   "cleanup",
+		Short: "Take everything off the node that agents have put there",
+		Long: `Take everything off the node that agents have put there: routes, rules, sysctls, filters and programs in
+the network namespaces of pods, pinned maps and links, and the files in the run-dir. New connections of
+pods go past the mesh from then on.
+
+It is refused while an agent runs, and may be repeated.`,
+		Example: `  redirector cleanup
+  redirector cleanup --bpffs /sys/fs/bpf/redirector --run-dir /run/redirector`,
+		RunE: func(*cobra.Command, []string) error { return o.run(env) },
+	}
+	addRunDir(cmd.Flags(), &o.runDir)
+	addBPFFS(cmd.Flags(), &o.bpffs)
+	addZDSSocket(cmd.Flags(), &o.zdsSocket)
+	return cmd
+}
+
+func (o *cleanupOptions) run(env *Env) error {
+	if err := o.clean(); err != nil {
+		if errors.Is(err, fs.ErrPermission) {
+			err = fmt.Errorf("%w: run this as root", err)
+		}
+		return fmt.Errorf("clean up: %w", err)
+	}
+	return env.printf("nothing is left at %s and %s\n", o.bpffs, o.runDir)
+}
+
+func (o *cleanupOptions) clean() (err error) {
+	// Where no agent has ever run there is nothing to lock.
+	if _, err := os.Stat(o.runDir); err == nil {
+		lock, err := lockRunDir(o.runDir)
+		if err != nil {
+			return err
+		}
+		// Last: no agent must start before all is gone.
+		defer func() {
+			err = errors.Join(err, lock.release())
+			_ = os.Remove(o.runDir) // fails if there is something of others in it
+		}()
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("look at run-dir %s: %w", o.runDir, err)
+	}
+
+	stateDir := filepath.Join(o.runDir, podsName)
+	if err := enroll.Cleanup(o.bpffs, stateDir); err != nil {
+		return err
+	}
+	_ = os.Remove(stateDir) // fails if there is something of others in it
+	err = api.RemoveStaleSocket(o.zdsSocket)
+	if errors.Is(err, api.ErrSocketInUse) {
+		err = nil // of another agent, as istio-cni's, which has taken over
+	}
+	return errors.Join(err, api.RemoveStaleSocket(socketIn(o.runDir)))
+}

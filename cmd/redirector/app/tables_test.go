@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/pkg/zds"
+)
+
+var now = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+
+//nolint:dupword // "none" in two columns
+func TestPodsTable(t *testing.T) {
+	pods := []enroll.Pod{
+		{
+			Spec:      enroll.Spec{UID: "2f1c", Namespace: "shop", Name: "web-0"},
+			State:     enroll.StateEnrolled,
+			Since:     now.Add(-26*time.Hour - 5*time.Minute),
+			Addresses: []netip.Addr{netip.MustParseAddr("10.0.0.7"), netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("fd00::7"), netip.MustParseAddr("fe80::7")},
+			Listeners: map[uint16]int{15008: 1, 15001: 2, 15006: 1},
+			Counters: maps.Counters{
+				OutboundCaptured: 12, OutboundSteered: 13, InboundSteered: 5, ProxyToApp: 4, OutboundNoListener: 1, InboundNoListener: 2,
+				HboneNoListener: 3, SealDropped: 4, CaptureFailed: 100,
+			},
+		},
+		{
+			Spec:      enroll.Spec{UID: "b", Namespace: "shop", Name: "web-1"},
+			State:     enroll.StatePending,
+			Since:     now.Add(-95 * time.Second),
+			Listeners: map[uint16]int{15001: 0},
+		},
+	}
+	want := `
+NAMESPACE/NAME  UID   STATE     SINCE  ADDRESSES         PROXY LISTENERS    CAPTURED  IN  TO-APP  DROPPED
+shop/web-0      2f1c  enrolled  1d2h   10.0.0.7,fd00::7  15001,15006,15008  12        5   4       10
+shop/web-1      b     pending   1m35s  none              none               0         0   0       0
+`
+	var got strings.Builder
+	if err := writePods(&got, pods, now); err != nil {
+		t.Fatal(err)
+	}
+	if d := cmp.Diff(strings.TrimPrefix(want, "\n"), got.String()); d != "" {
+		t.Error(d)
+	}
+}
+
+func TestStatusTable(t *testing.T) {
+	status := api.Status{
+		Agent: api.Agent{
+			Version: "v1.2.3", PID: 4711, Started: now.Add(-time.Hour), Uptime: api.Duration(time.Hour), Kernel: "6.1.0-9",
+			RunDir: "/run/redirector", BPFFS: "/sys/fs/bpf/redirector", Cgroup: "/sys/fs/cgroup", ZDSSocket: "/run/z.sock",
+		},
+		Proxies: []zds.ConnStatus{
+			{ID: 1, PID: 100, Since: now.Add(-time.Minute), State: zds.StateReady, Pods: 3, LastError: "add b: no identity"},
+			{ID: 2, PID: 101, Since: now.Add(-5 * time.Second), State: zds.StateReady, Newest: true, Pods: 2},
+		},
+		Pods:          api.PodCounts{Enrolled: 2, Pending: 1, Unnamed: 1},
+		Counters:      maps.Counters{OutboundCaptured: 12, SealDropped: 3},
+		AdmittedFlows: 7,
+		Warnings: []api.Warning{
+			{Reason: api.ReasonNoProxy, Message: "nobody is there", Remedy: "start one"},
+			{Reason: api.ReasonMarkedListeners, Pod: "shop/web", UID: "u", Message: "it has a mark", Remedy: "take it off"},
+			{Reason: api.ReasonUnnamed, UID: "x", Message: "it has no name", Remedy: "give it one"},
+		},
+	}
+	want := `
+agent           version v1.2.3, pid 4711, up 1h0m
+kernel          6.1.0-9
+run dir         /run/redirector
+bpffs           /sys/fs/bpf/redirector
+cgroup          /sys/fs/cgroup
+zds socket      /run/z.sock
+pods            2 enrolled, 1 pending, 1 unnamed
+admitted flows  7
+
+node proxies: 2
+  PID  STATE  PODS  SINCE  GETS NEW PODS  LAST ERROR
+  100  ready  3     1m0s   no             add b: no identity
+  101  ready  2     5s     yes            none
+
+counters, of all enrolled pods:
+`
+	var got strings.Builder
+	if err := writeStatus(&got, &status, now); err != nil {
+		t.Fatal(err)
+	}
+	head, rest, ok := strings.Cut(got.String(), "pods:\n")
+	if d := cmp.Diff(strings.TrimPrefix(want, "\n"), head+"pods:\n"); d != "" || !ok {
+		t.Error(d)
+	}
+	counters, warnings, _ := strings.Cut(rest, "\n\n")
+	// Which there are is for bpf/redirector.h to say.
+	for _, line := range []string{"  outbound_captured     12", "  seal_dropped          3", "  inbound_steered       0"} {
+		if !strings.Contains(counters+"\n", line+"\n") {
+			t.Errorf("there is no %q in\n%s", line, counters)
+		}
+	}
+	want = `
+warnings: 3
+  nobody is there
+    -> start one
+  pod shop/web (u): it has a mark
+    -> take it off
+  pod x: it has no name
+    -> give it one
+`
+	if d := cmp.Diff(strings.TrimPrefix(want, "\n"), warnings); d != "" {
+		t.Error(d)
+	}
+}
+
+func TestAge(t *testing.T) {
+	for d, want := range map[time.Duration]string{
+		-time.Second:                        "0s",
+		0:                                   "0s",
+		59*time.Second + 999:                "59s",
+		time.Minute:                         "1m0s",
+		time.Hour - time.Second:             "59m59s",
+		time.Hour + 61*time.Second:          "1h1m",
+		24 * time.Hour:                      "1d0h",
+		400*24*time.Hour + 90*time.Minute:   "400d1h",
+		23*time.Hour + 59*time.Minute + 1e9: "23h59m",
+	} {
+		if got := age(d); got != want {
+			t.Errorf("age(%s) is %q, want %q", d, got, want)
+		}
+	}
+}
