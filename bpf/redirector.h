@@ -72,6 +72,7 @@ struct netns_key {
 struct pod {
 	char uid[64];    /* NUL-padded */
 	__u64 netns_ino; /* the namespace's inode number, as in /proc/PID/ns/net */
+	char ifname[16]; /* its interface; empty if it has none besides lo, or several */
 	/* 1: this sysctl was 0 before enrolment and must be 0 again after it. */
 	__u8 restore_tcp_fwmark_accept; /* net.ipv4.tcp_fwmark_accept */
 	__u8 restore_fwmark_reflect;    /* net.ipv4.fwmark_reflect */
@@ -106,7 +107,7 @@ struct flow_key {
 };
 
 enum admitted_by {
-	ADMITTED_BY_PROXY = 1, /* the node proxy connects to the app with the client's address */
+	ADMITTED_BY_PROBE = 1, /* a host's process that may probe pods connects to the app */
 };
 
 struct admission {
@@ -122,10 +123,11 @@ struct pod_counters {
 	__u64 inbound_no_listener;  /* SYNs dropped: no proxy listens for inbound connections */
 	__u64 hbone_steered;        /* SYNs of peers to the mesh tunnel's port handed to the proxy's listener there */
 	__u64 hbone_no_listener;    /* SYNs dropped: no proxy listens on the mesh tunnel's port */
-	__u64 proxy_to_app;         /* the proxy's connect() to the app with the client's address: admitted */
+	__u64 proxy_to_app;         /* the proxy's connect() to the app with the client's address */
 	__u64 proxy_outbound;       /* the proxy's connect() to anything outside the pod */
 	__u64 own_address;          /* connect() to loopback or to one of the pod's own addresses: untouched */
-	__u64 capture_failed;       /* connect() that could not be marked; the seal drops what it sends */
+	__u64 capture_failed;       /* connect() that could not be marked or bound; it does not get past the proxy */
+	__u64 bind_failed;          /* accepted connections that could not be bound to their device */
 	__u64 seal_dropped;         /* packets, not connections: fresh SYNs on their way out past the proxy */
 	__u64 listeners_added;      /* proxy listeners that connections can be steered to */
 	__u64 listeners_rejected;   /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */

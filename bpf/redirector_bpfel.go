@@ -21,7 +21,7 @@ type RedirectorAdmission struct {
 type RedirectorAdmittedBy uint32
 
 const (
-	RedirectorAdmittedByADMITTED_BY_PROXY RedirectorAdmittedBy = 1
+	RedirectorAdmittedByADMITTED_BY_PROBE RedirectorAdmittedBy = 1
 )
 
 type RedirectorFlowKey struct {
@@ -60,6 +60,7 @@ type RedirectorPod struct {
 	_                      structs.HostLayout
 	Uid                    [64]int8
 	NetnsIno               uint64
+	Ifname                 [16]int8
 	RestoreTcpFwmarkAccept uint8
 	RestoreFwmarkReflect   uint8
 	RestoreFwmarkReflectV6 uint8
@@ -79,6 +80,7 @@ type RedirectorPodCounters struct {
 	ProxyOutbound      uint64
 	OwnAddress         uint64
 	CaptureFailed      uint64
+	BindFailed         uint64
 	SealDropped        uint64
 	ListenersAdded     uint64
 	ListenersRejected  uint64

@@ -87,8 +87,9 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 	packet_addrs(ctx, &src, &dst);
 
 	/*
-	 * By lo comes what sock_ops marked, for its route is "local default dev lo"; and what is for loopback. What is
-	 * for an address of another interface carries that interface's index, even when it did travel over lo.
+	 * By lo comes what sock_ops marked, for its route is "local default dev lo": the app's connections, and the proxy's
+	 * to the app. And what is for loopback. What the pod sends to itself otherwise carries the index of the address's
+	 * interface, though it travels over lo.
 	 */
 	if (ctx->ingress_ifindex == LOOPBACK_IFINDEX)
 		return addr_is_own(cookie, &dst) ? 0 : PORT_OUTBOUND;
@@ -97,7 +98,7 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 	if (addr_is_own(cookie, &src))
 		return 0;
 
-	/* From the proxy to the app. */
+	/* From a process of the host that may. */
 	__builtin_memcpy(flow.src, src.bytes, sizeof(flow.src));
 	__builtin_memcpy(flow.dst, dst.bytes, sizeof(flow.dst));
 	flow.sport = bpf_ntohs(ctx->remote_port);

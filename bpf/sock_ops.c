@@ -6,8 +6,6 @@
  * in an enrolled pod's network namespace.
  */
 
-#define TCP_STATE_CLOSE 7 /* BPF_TCP_CLOSE */
-
 /* Source and destination of the socket's connection. Of AF_INET6 sockets that talk IPv4, both are v4-mapped already. */
 static __always_inline void connection_addrs(struct bpf_sock_ops *ctx, union ip_addr *src, union ip_addr *dst)
 {
@@ -20,18 +18,6 @@ static __always_inline void connection_addrs(struct bpf_sock_ops *ctx, union ip_
 	}
 }
 
-static __always_inline void connection_flow(struct bpf_sock_ops *ctx, __u64 cookie, struct flow_key *flow)
-{
-	union ip_addr src, dst;
-
-	connection_addrs(ctx, &src, &dst);
-	flow->netns_cookie = cookie;
-	__builtin_memcpy(flow->src, src.bytes, sizeof(flow->src));
-	__builtin_memcpy(flow->dst, dst.bytes, sizeof(flow->dst));
-	flow->sport = ctx->local_port;
-	flow->dport = bpf_ntohl(ctx->remote_port);
-}
-
 /* Changes the bits that are ours. A changed mark drops the cached route, so the SYN is routed anew. */
 static __always_inline int set_mark(struct bpf_sock_ops *ctx, __u32 old, __u32 mark)
 {
@@ -40,18 +26,19 @@ static __always_inline int set_mark(struct bpf_sock_ops *ctx, __u32 old, __u32 m
 	return bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &new, sizeof(new));
 }
 
+/* An empty name unbinds. */
+#define bind_to_device(ctx, name) bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, (void *)(name), sizeof(name))
+
 /*
  * The last moment before the SYN is made: source address and port are chosen by the pod's own routes and stay. Plain
  * connects, Fast Open, MPTCP subflows and v4-mapped sockets all pass here.
  */
 static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie)
 {
-	struct admission admission = {.by = ADMITTED_BY_PROXY};
+	char device[3] = "lo", none[1] = "";
 	__u32 mark = sk->mark;
 	bool proxy = (mark & MARK_MASK) == MARK_PROXY;
 	union ip_addr src, dst;
-	struct flow_key flow;
-	char any_device[1] = "";
 
 	connection_addrs(ctx, &src, &dst);
 
@@ -63,12 +50,15 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 		/*
 		 * The proxy speaks to the app as the client. The app's answers to that foreign address must come back
 		 * over lo: its accepted socket inherits this mark (tcp_fwmark_accept), and the rule sends it there.
+		 *
+		 * Bound to lo, the SYN takes the same rule instead of the local table, and so comes in with lo's index: by
+		 * that it is known to be from here. And by that its connection is kept apart from one of the client's own
+		 * that happens to have the same addresses and ports; see on_accepted.
 		 */
-		connection_flow(ctx, cookie, &flow);
-		if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))
-			return; /* the steer program sends it to the proxy, which refuses itself */
-		bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
-		set_mark(ctx, mark, MARK_REPLY);
+		if (bind_to_device(ctx, device) || set_mark(ctx, mark, MARK_REPLY)) {
+			count(cookie, capture_failed);
+			return; /* the steer program takes it for a peer's */
+		}
 		count(cookie, proxy_to_app);
 		return;
 	}
@@ -79,15 +69,38 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 	}
 
 	/* A socket bound to a device takes no route over lo. On failure the SYN leaves as it is, and the seal drops it. */
-	if (sk->bound_dev_if && bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, any_device, sizeof(any_device))) {
-		count(cookie, capture_failed);
-		return;
-	}
-	if (set_mark(ctx, mark, MARK_CAPTURE)) {
+	if ((sk->bound_dev_if && bind_to_device(ctx, none)) || set_mark(ctx, mark, MARK_CAPTURE)) {
 		count(cookie, capture_failed);
 		return;
 	}
 	count(cookie, outbound_captured);
+}
+
+/*
+ * An inbound connection is two in one network namespace: peer to proxy, and proxy to app with the peer's address as source.
+ * Their addresses are the same, and the port that the proxy has chosen may well be one that the peer uses too. The stack
+ * tells connections with the same addresses and ports apart by the device they are bound to, so these are: the app's to lo,
+ * and the peer's to the pod's interface, if it has but one.
+ */
+static __always_inline void on_accepted(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie,
+					const struct pod *pod)
+{
+	char device[16] = "lo";
+	union ip_addr peer, local;
+	__u32 mark = sk->mark & MARK_MASK;
+
+	if (mark != MARK_REPLY && mark != MARK_PROXY)
+		return;
+	connection_addrs(ctx, &local, &peer);
+	if (!addr_is_own(cookie, &local))
+		return;
+	if (mark == MARK_PROXY) {
+		if (!pod->ifname[0])
+			return;
+		__builtin_memcpy(device, pod->ifname, sizeof(device));
+	}
+	if (bind_to_device(ctx, device))
+		count(cookie, bind_failed);
 }
 
 /* The proxy's listeners are found by what they are (mark and port), never by a name that another could take. */
@@ -126,35 +139,36 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 		bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
 	}
 	count(cookie, listeners_added);
+
+	/*
+	 * What is accepted for an app's connection speaks to that app alone, over lo. With the proxy's mark its packets would
+	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod.
+	 */
+	if (port == PORT_OUTBOUND)
+		set_mark(ctx, sk->mark, MARK_REPLY);
 }
 
-/* redir_mark: marks what leaves an enrolled pod, admits what the proxy sends to its app, notes where the proxy listens.
+/* redir_mark: marks what leaves an enrolled pod and what the proxy sends to its app, and notes where the proxy listens.
  * Needs kernel 5.15 (netns cookie in sock_ops). */
 SEC("sockops")
 int redir_mark(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock *sk = ctx->sk;
-	struct flow_key flow;
+	const struct pod *pod;
 	__u64 cookie;
 
-	switch (ctx->op) {
-	case BPF_SOCK_OPS_TCP_CONNECT_CB:
-	case BPF_SOCK_OPS_TCP_LISTEN_CB:
-		cookie = bpf_get_netns_cookie(ctx);
-		if (!sk || !pod_lookup(cookie))
-			break;
-		if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB)
-			on_connect(ctx, sk, cookie);
-		else
-			on_listen(ctx, sk, cookie);
-		break;
-	case BPF_SOCK_OPS_STATE_CB:
-		/* Asked for by on_connect on admitted connections only; also seen when the pod is enrolled no more. */
-		if (ctx->args[1] != TCP_STATE_CLOSE)
-			break;
-		connection_flow(ctx, bpf_get_netns_cookie(ctx), &flow);
-		bpf_map_delete_elem(&admitted, &flow);
-		break;
-	}
+	if (ctx->op != BPF_SOCK_OPS_TCP_CONNECT_CB && ctx->op != BPF_SOCK_OPS_TCP_LISTEN_CB &&
+	    ctx->op != BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB)
+		return 1;
+	cookie = bpf_get_netns_cookie(ctx);
+	pod = pod_lookup(cookie);
+	if (!sk || !pod)
+		return 1;
+	if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB)
+		on_connect(ctx, sk, cookie);
+	else if (ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB)
+		on_listen(ctx, sk, cookie);
+	else
+		on_accepted(ctx, sk, cookie, pod);
 	return 1;
 }

@@ -284,7 +284,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		return func() error { p.stopWatch(); return nil }, err
 	})
 	step("map entry", func() (func() error, error) {
-		entry := maps.Pod{UID: p.uid, NetNSInode: p.ns.Inode(), Restore: known.Restore}
+		entry := maps.Pod{UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Restore: known.Restore}
 		entry.Restore.TCPFwmarkAccept = entry.Restore.TCPFwmarkAccept || changed.TCPFwmarkAccept
 		entry.Restore.FwmarkReflect = entry.Restore.FwmarkReflect || changed.FwmarkReflect
 		entry.Restore.FwmarkReflectV6 = entry.Restore.FwmarkReflectV6 || changed.FwmarkReflectV6

@@ -311,6 +311,14 @@ func (n *podNet) listLinks() error {
 	return nil
 }
 
+// onlyInterface is the name of the interface besides lo, if there is exactly one.
+func (n *podNet) onlyInterface() string {
+	if len(n.links) != 1 {
+		return ""
+	}
+	return n.links[0].Attrs().Name
+}
+
 // strip removes from a namespace all that enrolment may have put there, and restores the given sysctls. It goes on after a
 // failure. What is absent is no failure.
 func strip(ns *podns.NetNS, restore maps.Restore) error {

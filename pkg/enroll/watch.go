@@ -8,6 +8,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/cilium/ebpf"
 	netlinkconn "github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -77,6 +78,19 @@ func (e *Enroller) resync(p *pod, w *watch) bool {
 	return true
 }
 
+// applyInterface tells the programs which interface the pod has, when that has changed.
+func (e *Enroller) applyInterface(p *pod, n *podNet) error {
+	entry, err := e.Datapath.Maps().Pod(p.ns.Cookie())
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil // on its way in, or out
+	}
+	if err != nil || entry.Interface == n.onlyInterface() {
+		return err
+	}
+	entry.Interface = n.onlyInterface()
+	return e.Datapath.Maps().PutPod(p.ns.Cookie(), entry)
+}
+
 func (e *Enroller) repair(p *pod) error {
 	n, err := openPodNet(p.ns)
 	if err != nil {
@@ -87,7 +101,7 @@ func (e *Enroller) repair(p *pod) error {
 	_, err = e.applySeals(p, n, false)
 	errs := []error{err}
 	_, err = e.applyOwnAddrs(p, n)
-	errs = append(errs, err)
+	errs = append(errs, err, e.applyInterface(p, n))
 	for _, family := range families {
 		_, err = n.addRouting(family)
 		errs = append(errs, err)

@@ -47,6 +47,7 @@ type Maps struct {
 type Pod struct {
 	UID        string  // at most UIDMax bytes
 	NetNSInode uint64  // as in /proc/PID/ns/net
+	Interface  string  // the one besides lo; empty if there is none, or if there are several
 	Restore    Restore // what to undo when the pod leaves
 }
 
@@ -68,9 +69,8 @@ func (m *Maps) PutPod(cookie uint64, pod Pod) error {
 		RestoreFwmarkReflect:   bit(pod.Restore.FwmarkReflect),
 		RestoreFwmarkReflectV6: bit(pod.Restore.FwmarkReflectV6),
 	}
-	for i := range len(pod.UID) {
-		value.Uid[i] = int8(pod.UID[i])
-	}
+	putString(value.Uid[:], pod.UID)
+	putString(value.Ifname[:], pod.Interface)
 	if err := m.RedirectorMaps.Pods.Put(bpf.RedirectorNetnsKey{NetnsCookie: cookie}, value); err != nil {
 		return fmt.Errorf("map pods: put %d: %w", cookie, explain(err))
 	}
@@ -107,22 +107,34 @@ func (m *Maps) Pods() (map[uint64]Pod, error) {
 }
 
 func podOf(value *bpf.RedirectorPod) Pod {
-	var uid strings.Builder
-	for _, c := range value.Uid {
-		if c == 0 {
-			break
-		}
-		uid.WriteByte(byte(c))
-	}
 	return Pod{
-		UID:        uid.String(),
+		UID:        stringOf(value.Uid[:]),
 		NetNSInode: value.NetnsIno,
+		Interface:  stringOf(value.Ifname[:]),
 		Restore: Restore{
 			TCPFwmarkAccept: value.RestoreTcpFwmarkAccept != 0,
 			FwmarkReflect:   value.RestoreFwmarkReflect != 0,
 			FwmarkReflectV6: value.RestoreFwmarkReflectV6 != 0,
 		},
 	}
+}
+
+// putString writes a string that fits, with a NUL behind it.
+func putString(to []int8, s string) {
+	for i := range min(len(s), len(to)-1) {
+		to[i] = int8(s[i])
+	}
+}
+
+func stringOf(from []int8) string {
+	var s strings.Builder
+	for _, c := range from {
+		if c == 0 {
+			break
+		}
+		s.WriteByte(byte(c))
+	}
+	return s.String()
 }
 
 // PutOwnAddr notes an address of the pod and the index of the interface that carries it.
