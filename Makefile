@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# Slow things that outlive a clone: kernels, the linter. Safe to delete.
+ifeq ($(shell id -u),0)
+REDIRECTOR_CACHE ?= /var/cache/redirector
+else
+REDIRECTOR_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/redirector
+endif
+export REDIRECTOR_CACHE
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null)
+COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
+# Both come from git by -ldflags; the go command's own stamp would fail where git distrusts the folder's owner.
+GOBUILD = CGO_ENABLED=0 go build -buildvcs=false -trimpath -ldflags='-s -w -X main.version=$(VERSION) -X main.commit=$(COMMIT)'
+
+CLANG_FORMAT := clang-format-19
+C_FILES = $(wildcard bpf/*.c bpf/*.h)
+
+GOLANGCI_VERSION := v2.15.0
+# A linter that was built with an older Go refuses newer code.
+GOLANGCI = $(REDIRECTOR_CACHE)/golangci-lint-$(GOLANGCI_VERSION)-$(shell go env GOVERSION)/golangci-lint
+
+# For go test, e.g. make test TESTFLAGS='-run TestEnrol -v' PKG=./pkg/enroll
+PKG ?= ./...
+TESTFLAGS ?=
+
+# make vmtest: every line, or KERNEL=6.1; every test, or RUN=TestName; every package, or PKG=./pkg/loader.
+KERNELS := 5.10 6.1 6.12 newest
+KERNEL ?= $(KERNELS)
+RUN ?=
+# Packages whose tests need more than a kernel: the go command, QEMU, or many minutes.
+VM_EXCLUDE := test/vm/machine test/vm/matrix
+VMFLAGS ?=
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## Build bin/redirector, static, with the version from git
+	@mkdir -p bin
+	$(GOBUILD) -o bin/redirector ./cmd/redirector
+
+# DEMOFLAGS=-hold waits in the middle, to look around.
+.PHONY: demo
+demo: root ## Two pods, a node proxy and real traffic in namespaces on this machine (root)
+	@mkdir -p bin
+	$(GOBUILD) -o bin/demo ./test/demo
+	bin/demo $(DEMOFLAGS)
+
+.PHONY: test
+test: root ## Run all tests on this machine's kernel (root)
+	@hack/install-deps.sh test
+	go test -count=1 -timeout=20m $(TESTFLAGS) $(PKG)
+
+.PHONY: race
+race: root ## The same with the race detector
+	@hack/install-deps.sh race
+	CGO_ENABLED=1 go test -race -count=1 -timeout=40m $(TESTFLAGS) $(PKG)
+
+.PHONY: bench
+bench: root ## Run the benchmarks on this machine's kernel (root)
+	go test -run='^$$' -bench=. -benchmem -timeout=30m $(TESTFLAGS) $(PKG)
+
+.PHONY: vmtest
+vmtest: vm-kernels ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=TestName PKG=./pkg/loader
+	go run ./test/vm/cmd/vmmatrix -kernels '$(KERNEL)' -packages '$(PKG)' -run '$(RUN)' -exclude '$(VM_EXCLUDE)' $(VMFLAGS)
+
+.PHONY: vm-kernels
+vm-kernels: ## Put the kernels of vmtest and QEMU on this machine
+	@hack/install-deps.sh vm
+	@test/vm/fetch.sh $(KERNEL)
+
+.PHONY: generate
+generate: ## Compile the BPF programs and the protocol buffers (clang 19, protoc)
+	@hack/install-deps.sh generate
+	go generate ./...
+
+.PHONY: generate-check
+generate-check: ## Fail when the committed generated files are not what their sources make
+	@hack/generate-check.sh
+
+.PHONY: fmt
+fmt: ## Format Go and C
+	gofmt -w .
+	@hack/install-deps.sh format
+	$(if $(C_FILES),$(CLANG_FORMAT) -i $(C_FILES))
+
+.PHONY: fmt-check
+fmt-check: ## Fail when Go or C is not formatted
+	@unformatted=$$(gofmt -l .); \
+	if [ -n "$$unformatted" ]; then printf 'not formatted, run make fmt:\n%s\n' "$$unformatted" >&2; exit 1; fi
+	@hack/install-deps.sh format
+	$(if $(C_FILES),$(CLANG_FORMAT) --dry-run --Werror $(C_FILES))
+
+.PHONY: vet
+vet: ## Run go vet
+	go vet ./...
+
+.PHONY: lint
+lint: $(GOLANGCI) ## Run golangci-lint and shellcheck, and look for missing licence lines
+	@hack/install-deps.sh lint
+	$(GOLANGCI) run ./...
+	shellcheck $$(git grep --untracked -lE '^#!.*\bbash' -- ':!*.go')
+	@hack/check-spdx.sh
+
+$(GOLANGCI):
+	@echo "building golangci-lint $(GOLANGCI_VERSION), once; takes some minutes"
+	GOBIN=$(@D) GOFLAGS= go install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_VERSION)
+
+.PHONY: root
+root:
+	@if [ "$$(id -u)" != 0 ]; then \
+		echo "make $(MAKECMDGOALS) needs root: it makes network namespaces and loads BPF programs." >&2; \
+		echo "Run: sudo env \"PATH=\$$PATH\" make $(MAKECMDGOALS)" >&2; exit 1; fi
+
+.PHONY: clean
+clean: ## Remove what was built here (the cache stays)
+	rm -rf bin build
