@@ -574,9 +574,9 @@ func TestABadPeerLosesItsConnectionAndHarmsNobody(t *testing.T) {
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			s := startServer(t, Options{
-				HelloTimeout: 200 * time.Millisecond,
-				WriteTimeout: 200 * time.Millisecond,
-				AckTimeout:   200 * time.Millisecond,
+				HelloTimeout: shortDeadline,
+				WriteTimeout: shortDeadline,
+				AckTimeout:   shortDeadline,
 			})
 			seed, live, later := newNetNS(t), newNetNS(t), newNetNS(t)
 			s.set(t, "seed", seed)
@@ -949,7 +949,7 @@ func TestDefaults(t *testing.T) {
 // Pods come and go from all sides while proxies do; whatever the order was, the
 // proxy that stays ends up with exactly what is wanted, and so does a late one.
 func TestInTheEndAProxyRunsExactlyWhatIsWanted(t *testing.T) {
-	s := startServer(t, Options{RetryAfter: time.Millisecond, HelloTimeout: 100 * time.Millisecond, AckTimeout: 200 * time.Millisecond})
+	s := startServer(t, Options{RetryAfter: time.Millisecond, HelloTimeout: 100 * time.Millisecond, AckTimeout: shortDeadline})
 	namespaces := make([]testNS, 8)
 	for i := range namespaces {
 		namespaces[i] = newNetNS(t)
