@@ -57,11 +57,16 @@
 #define SLOT_FIRST 2
 #define LISTENER_SLOTS 8
 
+/* Levels of the cgroup tree, below its root, at which a process is recognised: as deep as nodes nest their pods. */
+#define CGROUP_LEVELS 8
+
 /* Capacities. Entries are allocated as they are needed, except in the LRU map. */
 #define MAX_PODS 8192
 #define MAX_OWN_ADDRS 65536
 #define MAX_LISTENERS 65536
 #define MAX_ADMITTED 65536
+#define MAX_PROBE_TARGETS 65536
+#define MAX_CGROUPS 1024
 
 /* Names a pod by its network namespace. */
 struct netns_key {
@@ -114,6 +119,67 @@ struct admission {
 	enum admitted_by by;
 };
 
+/* Whose connections to pods are probes: processes of the host's network namespace ... */
+enum probe_source {
+	PROBE_SOURCE_NODE = 0,    /* that are in no pod's cgroup */
+	PROBE_SOURCE_HOST = 1,    /* all of them, those of hostNetwork pods too */
+	PROBE_SOURCE_KUBELET = 2, /* that are in the kubelet's cgroup */
+};
+
+/* How a probe looks to the pod. */
+enum probe_identity {
+	PROBE_IDENTITY_SNAT = 0, /* it comes from the probe address */
+	PROBE_IDENTITY_FLOW = 1, /* it comes from whatever address the node would use */
+};
+
+/* By what a socket of the proxy is known. */
+enum proxy_identity {
+	PROXY_IDENTITY_CGROUP = 0, /* the mark, on a socket that a process in the proxy's cgroup has made */
+	PROXY_IDENTITY_MARK = 1,   /* the mark alone */
+};
+
+/* The agent's settings. */
+struct node_config {
+	__u64 host_netns_cookie; /* the host's network namespace; 0: no probe is let through */
+	enum probe_source probe_source;
+	enum probe_identity probe_identity;
+	enum proxy_identity proxy_identity;
+	__u8 probe_addr_v4[16]; /* v4-mapped; all zero: IPv4 probes are not let through */
+	__u8 probe_addr_v6[16];
+};
+
+/* An address of an enrolled pod that probes may be for. */
+struct probe_target_key {
+	__u8 addr[16];
+};
+
+struct probe_target {
+	__u64 netns_cookie; /* of the pod that has the address */
+	char uid[64];       /* the pod; only its own removal takes the entry out */
+};
+
+/* What a cgroup is for. Processes in groups below it count too. */
+enum cgroup_role {
+	CGROUP_PODS = 1,    /* all pods of the node are below it */
+	CGROUP_KUBELET = 2, /* the kubelet's */
+	CGROUP_PROXY = 3,   /* a node proxy's */
+};
+
+struct cgroup_key {
+	__u64 cgroup_id;
+};
+
+struct cgroup_value {
+	enum cgroup_role role;
+};
+
+/* What is known of a socket from the process that made it or connected it, for hooks that cannot ask. */
+struct socket_verdict {
+	__u64 probe_target; /* netns cookie of the pod that it probes; 0: it is no probe */
+	__u32 by_proxy;     /* 1: a process in a proxy's cgroup made it */
+	__u32 reserved;
+};
+
 /* What happened to a pod's connections since it was enrolled. Each counts connections unless it says otherwise. */
 struct pod_counters {
 	__u64 outbound_captured;    /* the app's connect(), marked to go to the proxy */
@@ -128,7 +194,12 @@ struct pod_counters {
 	__u64 own_address;          /* connect() to loopback or to one of the pod's own addresses: untouched */
 	__u64 capture_failed;       /* connect() that could not be marked or bound; it does not get past the proxy */
 	__u64 bind_failed;          /* accepted connections that could not be bound to their device */
+	__u64 probes_admitted;      /* connections of the host's probes to the app */
 	__u64 seal_dropped;         /* packets, not connections: fresh SYNs on their way out past the proxy */
+	__u64 seal_dropped_synack;  /* packets: answers to connections that did not come by the proxy */
+	__u64 loops_dropped;        /* SYNs from the pod, or its proxy, to the proxy's own ports in the pod */
+	__u64 foreign_marks;        /* sockets with the proxy's mark that no process of a proxy has made */
+	__u64 raw_bypass_refused;   /* setsockopt() calls that would have sent packets past the seal */
 	__u64 listeners_added;      /* proxy listeners that connections can be steered to */
 	__u64 listeners_rejected;   /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
 	__u64 marked_listeners;     /* app listeners with a mark of their own: proxied inbound connections fail there */
@@ -177,6 +248,38 @@ struct {
 	__type(key, struct netns_key);
 	__type(value, struct pod_counters);
 } counters SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct node_config);
+} config SEC(".maps");
+
+/* Keyed by address, so that a connect() on the host finds the pod. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MAX_PROBE_TARGETS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct probe_target_key);
+	__type(value, struct probe_target);
+} probe_targets SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MAX_CGROUPS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct cgroup_key);
+	__type(value, struct cgroup_value);
+} cgroups SEC(".maps");
+
+/* Goes with the socket. */
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct socket_verdict);
+} sockets SEC(".maps");
 
 /* Programs that others call, by index. The loader fills it; a new version of a program takes effect for all pods at once. */
 enum tail_call {
@@ -252,6 +355,35 @@ static __always_inline bool addr_is_own(__u64 cookie, const union ip_addr *a)
 		return true;
 	__builtin_memcpy(key.addr, a->bytes, sizeof(key.addr));
 	return bpf_map_lookup_elem(&own_addrs, &key) != NULL;
+}
+
+static __always_inline const struct node_config *config_read(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&config, &zero);
+}
+
+static __always_inline bool is_host(__u64 cookie)
+{
+	const struct node_config *cfg = config_read();
+
+	return cfg && cfg->host_netns_cookie && cfg->host_netns_cookie == cookie;
+}
+
+/* Is it a socket of the proxy's, going by its mark and by who made it? sk must be a full socket. */
+static __always_inline bool socket_is_proxys(struct bpf_sock *sk)
+{
+	const struct node_config *cfg;
+	struct socket_verdict *verdict;
+
+	if ((sk->mark & MARK_MASK) != MARK_PROXY)
+		return false;
+	cfg = config_read();
+	if (cfg && cfg->proxy_identity == PROXY_IDENTITY_MARK)
+		return true;
+	verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
+	return verdict && verdict->by_proxy;
 }
 
 /*

@@ -24,6 +24,24 @@ const (
 	RedirectorAdmittedByADMITTED_BY_PROBE RedirectorAdmittedBy = 1
 )
 
+type RedirectorCgroupKey struct {
+	_        structs.HostLayout
+	CgroupId uint64
+}
+
+type RedirectorCgroupRole uint32
+
+const (
+	RedirectorCgroupRoleCGROUP_PODS    RedirectorCgroupRole = 1
+	RedirectorCgroupRoleCGROUP_KUBELET RedirectorCgroupRole = 2
+	RedirectorCgroupRoleCGROUP_PROXY   RedirectorCgroupRole = 3
+)
+
+type RedirectorCgroupValue struct {
+	_    structs.HostLayout
+	Role RedirectorCgroupRole
+}
+
 type RedirectorFlowKey struct {
 	_           structs.HostLayout
 	NetnsCookie uint64
@@ -43,6 +61,17 @@ type RedirectorListenerKey struct {
 type RedirectorNetnsKey struct {
 	_           structs.HostLayout
 	NetnsCookie uint64
+}
+
+type RedirectorNodeConfig struct {
+	_               structs.HostLayout
+	HostNetnsCookie uint64
+	ProbeSource     RedirectorProbeSource
+	ProbeIdentity   RedirectorProbeIdentity
+	ProxyIdentity   RedirectorProxyIdentity
+	ProbeAddrV4     [16]uint8
+	ProbeAddrV6     [16]uint8
+	_               [4]byte
 }
 
 type RedirectorOwnAddr struct {
@@ -81,10 +110,55 @@ type RedirectorPodCounters struct {
 	OwnAddress         uint64
 	CaptureFailed      uint64
 	BindFailed         uint64
+	ProbesAdmitted     uint64
 	SealDropped        uint64
+	SealDroppedSynack  uint64
+	LoopsDropped       uint64
+	ForeignMarks       uint64
+	RawBypassRefused   uint64
 	ListenersAdded     uint64
 	ListenersRejected  uint64
 	MarkedListeners    uint64
+}
+
+type RedirectorProbeIdentity uint32
+
+const (
+	RedirectorProbeIdentityPROBE_IDENTITY_SNAT RedirectorProbeIdentity = 0
+	RedirectorProbeIdentityPROBE_IDENTITY_FLOW RedirectorProbeIdentity = 1
+)
+
+type RedirectorProbeSource uint32
+
+const (
+	RedirectorProbeSourcePROBE_SOURCE_NODE    RedirectorProbeSource = 0
+	RedirectorProbeSourcePROBE_SOURCE_HOST    RedirectorProbeSource = 1
+	RedirectorProbeSourcePROBE_SOURCE_KUBELET RedirectorProbeSource = 2
+)
+
+type RedirectorProbeTarget struct {
+	_           structs.HostLayout
+	NetnsCookie uint64
+	Uid         [64]int8
+}
+
+type RedirectorProbeTargetKey struct {
+	_    structs.HostLayout
+	Addr [16]uint8
+}
+
+type RedirectorProxyIdentity uint32
+
+const (
+	RedirectorProxyIdentityPROXY_IDENTITY_CGROUP RedirectorProxyIdentity = 0
+	RedirectorProxyIdentityPROXY_IDENTITY_MARK   RedirectorProxyIdentity = 1
+)
+
+type RedirectorSocketVerdict struct {
+	_           structs.HostLayout
+	ProbeTarget uint64
+	ByProxy     uint32
+	Reserved    uint32
 }
 
 type RedirectorTailCall uint32
@@ -98,16 +172,24 @@ const (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	RedirectorMapAdmitted      = "admitted"
-	RedirectorMapCounters      = "counters"
-	RedirectorMapListeners     = "listeners"
-	RedirectorMapOwnAddrs      = "own_addrs"
-	RedirectorMapPods          = "pods"
-	RedirectorMapTailCalls     = "tail_calls"
-	RedirectorProgRedirMark    = "redir_mark"
-	RedirectorProgRedirSeal    = "redir_seal"
-	RedirectorProgRedirSealPkt = "redir_seal_pkt"
-	RedirectorProgRedirSteer   = "redir_steer"
+	RedirectorMapAdmitted         = "admitted"
+	RedirectorMapCgroups          = "cgroups"
+	RedirectorMapConfig           = "config"
+	RedirectorMapCounters         = "counters"
+	RedirectorMapListeners        = "listeners"
+	RedirectorMapOwnAddrs         = "own_addrs"
+	RedirectorMapPods             = "pods"
+	RedirectorMapProbeTargets     = "probe_targets"
+	RedirectorMapSockets          = "sockets"
+	RedirectorMapTailCalls        = "tail_calls"
+	RedirectorProgRedirConnect4   = "redir_connect4"
+	RedirectorProgRedirConnect6   = "redir_connect6"
+	RedirectorProgRedirCreate     = "redir_create"
+	RedirectorProgRedirMark       = "redir_mark"
+	RedirectorProgRedirSeal       = "redir_seal"
+	RedirectorProgRedirSealPkt    = "redir_seal_pkt"
+	RedirectorProgRedirSetsockopt = "redir_setsockopt"
+	RedirectorProgRedirSteer      = "redir_steer"
 )
 
 // LoadRedirector returns the embedded CollectionSpec for Redirector.
@@ -152,22 +234,30 @@ type RedirectorSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type RedirectorProgramSpecs struct {
-	RedirMark    *ebpf.ProgramSpec `ebpf:"redir_mark"`
-	RedirSeal    *ebpf.ProgramSpec `ebpf:"redir_seal"`
-	RedirSealPkt *ebpf.ProgramSpec `ebpf:"redir_seal_pkt"`
-	RedirSteer   *ebpf.ProgramSpec `ebpf:"redir_steer"`
+	RedirConnect4   *ebpf.ProgramSpec `ebpf:"redir_connect4"`
+	RedirConnect6   *ebpf.ProgramSpec `ebpf:"redir_connect6"`
+	RedirCreate     *ebpf.ProgramSpec `ebpf:"redir_create"`
+	RedirMark       *ebpf.ProgramSpec `ebpf:"redir_mark"`
+	RedirSeal       *ebpf.ProgramSpec `ebpf:"redir_seal"`
+	RedirSealPkt    *ebpf.ProgramSpec `ebpf:"redir_seal_pkt"`
+	RedirSetsockopt *ebpf.ProgramSpec `ebpf:"redir_setsockopt"`
+	RedirSteer      *ebpf.ProgramSpec `ebpf:"redir_steer"`
 }
 
 // RedirectorMapSpecs contains maps before they are loaded into the kernel.
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type RedirectorMapSpecs struct {
-	Admitted  *ebpf.MapSpec `ebpf:"admitted"`
-	Counters  *ebpf.MapSpec `ebpf:"counters"`
-	Listeners *ebpf.MapSpec `ebpf:"listeners"`
-	OwnAddrs  *ebpf.MapSpec `ebpf:"own_addrs"`
-	Pods      *ebpf.MapSpec `ebpf:"pods"`
-	TailCalls *ebpf.MapSpec `ebpf:"tail_calls"`
+	Admitted     *ebpf.MapSpec `ebpf:"admitted"`
+	Cgroups      *ebpf.MapSpec `ebpf:"cgroups"`
+	Config       *ebpf.MapSpec `ebpf:"config"`
+	Counters     *ebpf.MapSpec `ebpf:"counters"`
+	Listeners    *ebpf.MapSpec `ebpf:"listeners"`
+	OwnAddrs     *ebpf.MapSpec `ebpf:"own_addrs"`
+	Pods         *ebpf.MapSpec `ebpf:"pods"`
+	ProbeTargets *ebpf.MapSpec `ebpf:"probe_targets"`
+	Sockets      *ebpf.MapSpec `ebpf:"sockets"`
+	TailCalls    *ebpf.MapSpec `ebpf:"tail_calls"`
 }
 
 // RedirectorVariableSpecs contains global variables before they are loaded into the kernel.
@@ -196,21 +286,29 @@ func (o *RedirectorObjects) Close() error {
 //
 // It can be passed to LoadRedirectorObjects or ebpf.CollectionSpec.LoadAndAssign.
 type RedirectorMaps struct {
-	Admitted  *ebpf.Map `ebpf:"admitted"`
-	Counters  *ebpf.Map `ebpf:"counters"`
-	Listeners *ebpf.Map `ebpf:"listeners"`
-	OwnAddrs  *ebpf.Map `ebpf:"own_addrs"`
-	Pods      *ebpf.Map `ebpf:"pods"`
-	TailCalls *ebpf.Map `ebpf:"tail_calls"`
+	Admitted     *ebpf.Map `ebpf:"admitted"`
+	Cgroups      *ebpf.Map `ebpf:"cgroups"`
+	Config       *ebpf.Map `ebpf:"config"`
+	Counters     *ebpf.Map `ebpf:"counters"`
+	Listeners    *ebpf.Map `ebpf:"listeners"`
+	OwnAddrs     *ebpf.Map `ebpf:"own_addrs"`
+	Pods         *ebpf.Map `ebpf:"pods"`
+	ProbeTargets *ebpf.Map `ebpf:"probe_targets"`
+	Sockets      *ebpf.Map `ebpf:"sockets"`
+	TailCalls    *ebpf.Map `ebpf:"tail_calls"`
 }
 
 func (m *RedirectorMaps) Close() error {
 	return _RedirectorClose(
 		m.Admitted,
+		m.Cgroups,
+		m.Config,
 		m.Counters,
 		m.Listeners,
 		m.OwnAddrs,
 		m.Pods,
+		m.ProbeTargets,
+		m.Sockets,
 		m.TailCalls,
 	)
 }
@@ -225,17 +323,25 @@ type RedirectorVariables struct {
 //
 // It can be passed to LoadRedirectorObjects or ebpf.CollectionSpec.LoadAndAssign.
 type RedirectorPrograms struct {
-	RedirMark    *ebpf.Program `ebpf:"redir_mark"`
-	RedirSeal    *ebpf.Program `ebpf:"redir_seal"`
-	RedirSealPkt *ebpf.Program `ebpf:"redir_seal_pkt"`
-	RedirSteer   *ebpf.Program `ebpf:"redir_steer"`
+	RedirConnect4   *ebpf.Program `ebpf:"redir_connect4"`
+	RedirConnect6   *ebpf.Program `ebpf:"redir_connect6"`
+	RedirCreate     *ebpf.Program `ebpf:"redir_create"`
+	RedirMark       *ebpf.Program `ebpf:"redir_mark"`
+	RedirSeal       *ebpf.Program `ebpf:"redir_seal"`
+	RedirSealPkt    *ebpf.Program `ebpf:"redir_seal_pkt"`
+	RedirSetsockopt *ebpf.Program `ebpf:"redir_setsockopt"`
+	RedirSteer      *ebpf.Program `ebpf:"redir_steer"`
 }
 
 func (p *RedirectorPrograms) Close() error {
 	return _RedirectorClose(
+		p.RedirConnect4,
+		p.RedirConnect6,
+		p.RedirCreate,
 		p.RedirMark,
 		p.RedirSeal,
 		p.RedirSealPkt,
+		p.RedirSetsockopt,
 		p.RedirSteer,
 	)
 }

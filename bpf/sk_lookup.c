@@ -75,8 +75,18 @@ static __always_inline void packet_addrs(struct bpf_sk_lookup *ctx, union ip_add
 	dst->words[3] = ctx_read32(ctx, local_ip6[3]) | ctx_read32(ctx, local_ip4);
 }
 
+/* Values of proxy_port() that are no port. */
+#define TO_APP 0
+#define TO_NOBODY 1
+
+/* The proxy's ports in the pod are for what is steered there. Whoever connects to them straight would be proxied to them. */
+static __always_inline bool is_loop(__u32 port)
+{
+	return port == PORT_OUTBOUND || port == PORT_INBOUND;
+}
+
 /*
- * Which of the proxy's listeners is this SYN for? 0: none, it is the app's. The order is that of the decisions in
+ * Which of the proxy's listeners is this SYN for, or is it the app's? The order is that of the decisions in
  * docs/ARCHITECTURE.md.
  */
 static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
@@ -91,12 +101,15 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 	 * to the app. And what is for loopback. What the pod sends to itself otherwise carries the index of the address's
 	 * interface, though it travels over lo.
 	 */
-	if (ctx->ingress_ifindex == LOOPBACK_IFINDEX)
-		return addr_is_own(cookie, &dst) ? 0 : PORT_OUTBOUND;
+	if (ctx->ingress_ifindex == LOOPBACK_IFINDEX) {
+		if (!addr_is_own(cookie, &dst))
+			return PORT_OUTBOUND;
+		return is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;
+	}
 
 	/* From the pod to itself. */
 	if (addr_is_own(cookie, &src))
-		return 0;
+		return is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;
 
 	/* From a process of the host that may. */
 	__builtin_memcpy(flow.src, src.bytes, sizeof(flow.src));
@@ -104,7 +117,7 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 	flow.sport = bpf_ntohs(ctx->remote_port);
 	flow.dport = ctx->local_port;
 	if (bpf_map_lookup_elem(&admitted, &flow))
-		return 0;
+		return is_loop(ctx->local_port) || ctx->local_port == PORT_HBONE ? TO_NOBODY : TO_APP;
 
 	/* The mesh tunnel ends at the proxy itself. Assigned, not passed: an app that listens there gets nothing. */
 	return ctx->local_port == PORT_HBONE ? PORT_HBONE : PORT_INBOUND;
@@ -124,8 +137,12 @@ int redir_steer(struct bpf_sk_lookup *ctx)
 	if (ctx->protocol != IPPROTO_TCP || !pod_lookup(cookie))
 		return SK_PASS;
 	port = proxy_port(ctx, cookie);
-	if (!port)
+	if (port == TO_APP)
 		return SK_PASS;
+	if (port == TO_NOBODY) {
+		count(cookie, loops_dropped);
+		return SK_DROP;
+	}
 	assigned = assign_listener(ctx, cookie, port);
 	count_steered(cookie, port, assigned);
 	barrier_var(assigned); /* the verifier does not know that it is 0 or 1, and wants a verdict to be */

@@ -6,6 +6,8 @@
  * in an enrolled pod's network namespace.
  */
 
+#define TCP_STATE_CLOSE 7 /* BPF_TCP_CLOSE */
+
 /* Source and destination of the socket's connection. Of AF_INET6 sockets that talk IPv4, both are v4-mapped already. */
 static __always_inline void connection_addrs(struct bpf_sock_ops *ctx, union ip_addr *src, union ip_addr *dst)
 {
@@ -16,6 +18,19 @@ static __always_inline void connection_addrs(struct bpf_sock_ops *ctx, union ip_
 		addr_from_v6(src, ctx, local_ip6);
 		addr_from_v6(dst, ctx, remote_ip6);
 	}
+}
+
+/* The connection as its receiver sees it. */
+static __always_inline void connection_flow(struct bpf_sock_ops *ctx, __u64 cookie, struct flow_key *flow)
+{
+	union ip_addr src, dst;
+
+	connection_addrs(ctx, &src, &dst);
+	flow->netns_cookie = cookie;
+	__builtin_memcpy(flow->src, src.bytes, sizeof(flow->src));
+	__builtin_memcpy(flow->dst, dst.bytes, sizeof(flow->dst));
+	flow->sport = ctx->local_port;
+	flow->dport = bpf_ntohl(ctx->remote_port);
 }
 
 /* Changes the bits that are ours. A changed mark drops the cached route, so the SYN is routed anew. */
@@ -37,9 +52,11 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 {
 	char device[3] = "lo", none[1] = "";
 	__u32 mark = sk->mark;
-	bool proxy = (mark & MARK_MASK) == MARK_PROXY;
+	bool proxy = socket_is_proxys(sk);
 	union ip_addr src, dst;
 
+	if (!proxy && (mark & MARK_MASK) == MARK_PROXY)
+		count(cookie, foreign_marks);
 	connection_addrs(ctx, &src, &dst);
 
 	if (addr_is_own(cookie, &dst)) {
@@ -77,6 +94,43 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 }
 
 /*
+ * A connection of the host's. The cgroup program has left with the socket whom it may probe; the destination is looked up
+ * again, for another program may have changed it since. The flow passes to the app's own listener until the socket closes.
+ */
+static __always_inline void on_host_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
+{
+	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
+	struct admission admission = {.by = ADMITTED_BY_PROBE};
+	struct probe_target_key key;
+	struct probe_target *target;
+	struct flow_key flow;
+
+	if (!verdict || !verdict->probe_target)
+		return;
+	connection_flow(ctx, verdict->probe_target, &flow);
+	__builtin_memcpy(key.addr, flow.dst, sizeof(key.addr));
+	target = bpf_map_lookup_elem(&probe_targets, &key);
+	if (!target || target->netns_cookie != verdict->probe_target)
+		return;
+	if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))
+		return;
+	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
+	count(flow.netns_cookie, probes_admitted);
+}
+
+/* A connection of the host's that on_host_connect has asked for ends: its flow is admitted no more. */
+static __always_inline void on_host_close(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
+{
+	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
+	struct flow_key flow;
+
+	if (!verdict || !verdict->probe_target)
+		return;
+	connection_flow(ctx, verdict->probe_target, &flow);
+	bpf_map_delete_elem(&admitted, &flow);
+}
+
+/*
  * An inbound connection is two in one network namespace: peer to proxy, and proxy to app with the peer's address as source.
  * Their addresses are the same, and the port that the proxy has chosen may well be one that the peer uses too. The stack
  * tells connections with the same addresses and ports apart by the device they are bound to, so these are: the app's to lo,
@@ -111,7 +165,9 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 	int err = 0;
 	__u32 slot;
 
-	if ((sk->mark & MARK_MASK) != MARK_PROXY) {
+	if (!socket_is_proxys(sk)) {
+		if ((sk->mark & MARK_MASK) == MARK_PROXY)
+			count(cookie, foreign_marks);
 		/* tcp_fwmark_accept does not reach a listener that has a mark: its answers will not find the proxy. */
 		if (sk->mark)
 			count(cookie, marked_listeners);
@@ -157,13 +213,28 @@ int redir_mark(struct bpf_sock_ops *ctx)
 	const struct pod *pod;
 	__u64 cookie;
 
-	if (ctx->op != BPF_SOCK_OPS_TCP_CONNECT_CB && ctx->op != BPF_SOCK_OPS_TCP_LISTEN_CB &&
-	    ctx->op != BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB)
+	if (!sk)
 		return 1;
+	switch (ctx->op) {
+	case BPF_SOCK_OPS_TCP_CONNECT_CB:
+	case BPF_SOCK_OPS_TCP_LISTEN_CB:
+	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
+		break;
+	case BPF_SOCK_OPS_STATE_CB:
+		if (ctx->args[1] == TCP_STATE_CLOSE)
+			on_host_close(ctx, sk);
+		return 1;
+	default:
+		return 1;
+	}
+
 	cookie = bpf_get_netns_cookie(ctx);
 	pod = pod_lookup(cookie);
-	if (!sk || !pod)
+	if (!pod) {
+		if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB && is_host(cookie))
+			on_host_connect(ctx, sk);
 		return 1;
+	}
 	if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB)
 		on_connect(ctx, sk, cookie);
 	else if (ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB)

@@ -34,28 +34,45 @@ enum {
 	CB_LINK_HEADER,
 };
 
-/* Does a TCP header at this offset open a connection? One that is cut off before its flags may: yes. */
-static __always_inline bool opens_connection(struct __sk_buff *skb, __u32 offset)
+enum packet_kind {
+	PACKET_OTHER, /* no TCP, or TCP in the middle of a connection */
+	PACKET_OPENS, /* a SYN, or what may be one: it is cut off before its flags, or hidden behind too many headers */
+	PACKET_ANSWERS, /* a SYN-ACK */
+};
+
+/* A packet's addresses, and where its TCP header is. Valid if it is a SYN-ACK. */
+struct packet {
+	union ip_addr src, dst;
+	__u32 tcp;
+};
+
+/* What does a TCP header at this offset do? */
+static __always_inline enum packet_kind tcp_kind(struct __sk_buff *skb, struct packet *p, __u32 offset)
 {
 	__u8 flags;
 
+	p->tcp = offset;
 	if (bpf_skb_load_bytes(skb, offset + TCP_FLAGS_OFFSET, &flags, sizeof(flags)))
-		return true;
-	return (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
+		return PACKET_OPENS;
+	if (!(flags & TCP_SYN))
+		return PACKET_OTHER;
+	return flags & TCP_ACK ? PACKET_ANSWERS : PACKET_OPENS;
 }
 
-static __always_inline bool ipv4_opens_connection(struct __sk_buff *skb, __u32 offset)
+static __always_inline enum packet_kind ipv4_kind(struct __sk_buff *skb, struct packet *p, __u32 offset)
 {
 	struct iphdr ip;
 
 	if (bpf_skb_load_bytes(skb, offset, &ip, sizeof(ip)))
-		return false; /* too short to be IPv4: no receiver takes it */
+		return PACKET_OTHER; /* too short to be IPv4: no receiver takes it */
 	if (ip.protocol != IPPROTO_TCP || (ip.frag_off & bpf_htons(IPV4_FRAGMENT_OFFSET)))
-		return false; /* a later fragment is nothing without its first */
-	return opens_connection(skb, offset + ip.ihl * 4);
+		return PACKET_OTHER; /* a later fragment is nothing without its first */
+	addr_from_v4(&p->src, ip.saddr);
+	addr_from_v4(&p->dst, ip.daddr);
+	return tcp_kind(skb, p, offset + ip.ihl * 4);
 }
 
-static __always_inline bool ipv6_opens_connection(struct __sk_buff *skb, __u32 offset)
+static __always_inline enum packet_kind ipv6_kind(struct __sk_buff *skb, struct packet *p, __u32 offset)
 {
 	struct ipv6hdr ip;
 	__u16 fragment_offset;
@@ -63,44 +80,46 @@ static __always_inline bool ipv6_opens_connection(struct __sk_buff *skb, __u32 o
 	int i;
 
 	if (bpf_skb_load_bytes(skb, offset, &ip, sizeof(ip)))
-		return false;
+		return PACKET_OTHER;
+	__builtin_memcpy(p->src.bytes, &ip.saddr, sizeof(p->src.bytes));
+	__builtin_memcpy(p->dst.bytes, &ip.daddr, sizeof(p->dst.bytes));
 	next = ip.nexthdr;
 	offset += sizeof(ip);
 
 	for (i = 0; i < MAX_EXTENSION_HEADERS; i++) {
 		switch (next) {
 		case IPPROTO_TCP:
-			return opens_connection(skb, offset);
+			return tcp_kind(skb, p, offset);
 		case IPPROTO_HOPOPTS:
 		case IPPROTO_ROUTING:
 		case IPPROTO_DSTOPTS:
 		case IPPROTO_MH:
 			if (bpf_skb_load_bytes(skb, offset, ext, sizeof(ext)))
-				return true;
+				return PACKET_OPENS;
 			offset += (ext[1] + 1) * 8;
 			break;
 		case IPPROTO_AH:
 			if (bpf_skb_load_bytes(skb, offset, ext, sizeof(ext)))
-				return true;
+				return PACKET_OPENS;
 			offset += (ext[1] + 2) * 4;
 			break;
 		case IPPROTO_FRAGMENT:
 			if (bpf_skb_load_bytes(skb, offset, ext, sizeof(ext)) ||
 			    bpf_skb_load_bytes(skb, offset + 2, &fragment_offset, sizeof(fragment_offset)))
-				return true;
+				return PACKET_OPENS;
 			if (fragment_offset & bpf_htons(IPV6_FRAGMENT_OFFSET))
-				return false;
+				return PACKET_OTHER;
 			offset += 8;
 			break;
 		default:
-			return false; /* not TCP */
+			return PACKET_OTHER; /* not TCP */
 		}
 		next = ext[0];
 	}
-	return true; /* more headers than anything honest has */
+	return PACKET_OPENS; /* more headers than anything honest has */
 }
 
-static __always_inline bool frame_opens_connection(struct __sk_buff *skb, __u32 offset)
+static __always_inline enum packet_kind frame_kind(struct __sk_buff *skb, struct packet *p, __u32 offset)
 {
 	__u16 proto;
 	__u8 version;
@@ -108,56 +127,99 @@ static __always_inline bool frame_opens_connection(struct __sk_buff *skb, __u32 
 
 	if (!offset) {
 		if (bpf_skb_load_bytes(skb, 0, &version, sizeof(version)))
-			return false;
+			return PACKET_OTHER;
 		if (version >> 4 == 4)
-			return ipv4_opens_connection(skb, 0);
-		return version >> 4 == 6 && ipv6_opens_connection(skb, 0);
+			return ipv4_kind(skb, p, 0);
+		return version >> 4 == 6 ? ipv6_kind(skb, p, 0) : PACKET_OTHER;
 	}
 
 	for (i = 0; i <= MAX_VLAN_TAGS; i++) {
 		/* The type is the last thing in the link header and in each tag. */
 		if (bpf_skb_load_bytes(skb, offset - sizeof(proto), &proto, sizeof(proto)))
-			return false;
+			return PACKET_OTHER;
 		switch (proto) {
 		case bpf_htons(ETH_P_IP):
-			return ipv4_opens_connection(skb, offset);
+			return ipv4_kind(skb, p, offset);
 		case bpf_htons(ETH_P_IPV6):
-			return ipv6_opens_connection(skb, offset);
+			return ipv6_kind(skb, p, offset);
 		case bpf_htons(ETH_P_8021Q_):
 		case bpf_htons(ETH_P_8021AD_):
 			offset += 4;
 			break;
 		default:
-			return false;
+			return PACKET_OTHER;
 		}
 	}
-	return true; /* tags within tags within tags */
+	return PACKET_OPENS; /* tags within tags within tags */
+}
+
+/* Is the packet of a socket of the proxy's? A SYN-ACK is its listener's. */
+static __always_inline bool packet_is_proxys(struct __sk_buff *skb)
+{
+	struct bpf_sock *sk = skb->sk, *full;
+
+	if ((skb->mark & MARK_MASK) != MARK_PROXY || !sk)
+		return false;
+	full = bpf_sk_fullsock(sk);
+	if (!full)
+		full = bpf_get_listener_sock(sk);
+	return full && socket_is_proxys(full);
+}
+
+/* Is this SYN-ACK one that may leave: of a probe that was let through to the app? */
+static __always_inline bool answer_is_admitted(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
+{
+	struct flow_key flow = {.netns_cookie = cookie};
+	struct admission *admission;
+	__u16 ports[2]; /* the app's, the peer's */
+
+	if (bpf_skb_load_bytes(skb, p->tcp, ports, sizeof(ports)))
+		return false;
+	__builtin_memcpy(flow.src, p->dst.bytes, sizeof(flow.src));
+	__builtin_memcpy(flow.dst, p->src.bytes, sizeof(flow.dst));
+	flow.sport = bpf_ntohs(ports[1]);
+	flow.dport = bpf_ntohs(ports[0]);
+	admission = bpf_map_lookup_elem(&admitted, &flow);
+	return admission && admission->by == ADMITTED_BY_PROBE;
 }
 
 /*
- * redir_seal_pkt: drops a fresh TCP connection that is not the proxy's. One program for all pods, reached by a tail call:
- * loading it takes a hundred times as long as loading the few instructions that each pod has of its own.
+ * redir_seal_pkt: drops a fresh TCP connection that is not the proxy's, and the answer to one that did not come by the
+ * proxy. One program for all pods, reached by a tail call: loading it takes a hundred times as long as loading the few
+ * instructions that each pod has of its own.
  */
 SEC("tc")
 int redir_seal_pkt(struct __sk_buff *skb)
 {
 	__u64 cookie = (__u64)skb->cb[CB_COOKIE_HIGH] << 32 | skb->cb[CB_COOKIE_LOW];
+	struct packet p = {};
+	enum packet_kind kind;
 
-	if (!frame_opens_connection(skb, skb->cb[CB_LINK_HEADER]) || !pod_lookup(cookie))
+	/* Nearly all that a meshed pod sends. */
+	if (packet_is_proxys(skb))
 		return TC_ACT_UNSPEC;
-	count(cookie, seal_dropped);
+
+	kind = frame_kind(skb, &p, skb->cb[CB_LINK_HEADER]);
+	if (kind == PACKET_OTHER || !pod_lookup(cookie))
+		return TC_ACT_UNSPEC;
+	if (kind == PACKET_OPENS) {
+		count(cookie, seal_dropped);
+		return TC_ACT_SHOT;
+	}
+	/* The kernel makes a syncookie's SYN-ACK without a socket, but with its listener's mark. */
+	if ((skb->mark & MARK_MASK) == MARK_PROXY && !skb->sk)
+		return TC_ACT_UNSPEC;
+	if (answer_is_admitted(skb, cookie, &p))
+		return TC_ACT_UNSPEC;
+	count(cookie, seal_dropped_synack);
 	return TC_ACT_SHOT;
 }
 
-/* redir_seal: the proxy's own packets pass, all others are looked at. One copy per pod and kind of link. */
+/* redir_seal: leads to redir_seal_pkt. One copy per pod and kind of link, with what that must know. */
 SEC("tc")
 int redir_seal(struct __sk_buff *skb)
 {
 	__u64 cookie = pod_netns_cookie(), link_header;
-
-	/* Nearly all that a meshed pod sends. */
-	if ((skb->mark & MARK_MASK) == MARK_PROXY)
-		return TC_ACT_UNSPEC;
 
 	asm volatile("%0 = %1 ll" : "=r"(link_header) : "i"(LINK_HEADER_IMMEDIATE));
 	skb->cb[CB_COOKIE_LOW] = cookie;

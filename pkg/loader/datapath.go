@@ -19,11 +19,10 @@ import (
 
 // Names below the BPFFS directory.
 const (
-	mapsDir     = "maps"
-	linksDir    = "links"
-	podsDir     = "pods"
-	sockOpsLink = "sock_ops"
-	steerLink   = "steer"
+	mapsDir   = "maps"
+	linksDir  = "links"
+	podsDir   = "pods"
+	steerLink = "steer"
 )
 
 // unfinished is added to the name of the BPFFS directory while it is being filled.
@@ -178,33 +177,57 @@ func (d *Datapath) adopt(spec *ebpf.CollectionSpec, cgroup string) (err error) {
 	return d.load(spec, cgroup, filepath.Join(d.bpffs, linksDir))
 }
 
+// nodePrograms are those that are attached to the cgroup for the whole node, with the names of their pins.
+var nodePrograms = []struct {
+	pin     string
+	program string
+	attach  ebpf.AttachType
+}{
+	// What leaves notes with sockets comes before what reads them, and what marks comes last.
+	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate},
+	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt},
+	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect},
+	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect},
+	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps},
+}
+
 // load loads the programs that all pods share, puts them to work, and prepares those that each pod gets a copy of.
 func (d *Datapath) load(spec *ebpf.CollectionSpec, cgroup, links string) error {
-	var shared struct {
-		Mark    *ebpf.Program `ebpf:"redir_mark"`
-		SealPkt *ebpf.Program `ebpf:"redir_seal_pkt"`
-	}
-	if err := spec.LoadAndAssign(&shared, &ebpf.CollectionOptions{MapReplacements: d.byName()}); err != nil {
+	shared, err := ebpf.NewCollectionWithOptions(sharedPrograms(spec), ebpf.CollectionOptions{MapReplacements: d.byName()})
+	if err != nil {
 		return fmt.Errorf("load programs: %w", err)
 	}
-	defer shared.Mark.Close()
-	defer shared.SealPkt.Close()
-	if err := d.maps.TailCalls.Put(uint32(bpf.RedirectorTailCallTAIL_CALL_SEAL_PKT), shared.SealPkt); err != nil {
+	defer shared.Close()
+	sealPkt := shared.Programs[bpf.RedirectorProgRedirSealPkt]
+	if err := d.maps.TailCalls.Put(uint32(bpf.RedirectorTailCallTAIL_CALL_SEAL_PKT), sealPkt); err != nil {
 		return fmt.Errorf("map tail_calls: put: %w", err)
 	}
 
-	var err error
 	if d.steer, err = newTemplate(spec.Programs[bpf.RedirectorProgRedirSteer], d.byName()); err != nil {
 		return err
 	}
 	if d.seal, err = newTemplate(spec.Programs[bpf.RedirectorProgRedirSeal], d.byName()); err != nil {
 		return err
 	}
-	return attachSockOps(shared.Mark, cgroup, filepath.Join(links, sockOpsLink))
+	for _, p := range nodePrograms {
+		if err := attachCgroup(shared.Programs[p.program], p.attach, cgroup, filepath.Join(links, p.pin)); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-// attachSockOps attaches the program to the cgroup, or puts it in the place of the one that is attached there already.
-func attachSockOps(prog *ebpf.Program, cgroup, pin string) (err error) {
+// sharedPrograms is the object without the programs that are loaded per pod.
+func sharedPrograms(spec *ebpf.CollectionSpec) *ebpf.CollectionSpec {
+	spec = spec.Copy()
+	delete(spec.Programs, bpf.RedirectorProgRedirSteer)
+	delete(spec.Programs, bpf.RedirectorProgRedirSeal)
+	return spec
+}
+
+// attachCgroup attaches a program to the cgroup, or puts it in the place of the one that is attached there already.
+func attachCgroup(prog *ebpf.Program, attach ebpf.AttachType, cgroup, pin string) (err error) {
+	what := filepath.Base(pin)
 	old, err := link.LoadPinnedLink(pin, nil)
 	if err == nil {
 		defer func() { err = errors.Join(err, old.Close()) }()
@@ -212,7 +235,7 @@ func attachSockOps(prog *ebpf.Program, cgroup, pin string) (err error) {
 			return err
 		} else if on {
 			if err := old.Update(prog); err != nil {
-				return fmt.Errorf("replace the sock_ops program on cgroup %s: %w", cgroup, err)
+				return fmt.Errorf("replace the %s program on cgroup %s: %w", what, cgroup, err)
 			}
 			return nil
 		}
@@ -220,19 +243,19 @@ func attachSockOps(prog *ebpf.Program, cgroup, pin string) (err error) {
 		return fmt.Errorf("open pinned link %s: %w", pin, err)
 	}
 
-	l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: ebpf.AttachCGroupSockOps, Program: prog})
+	l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: attach, Program: prog})
 	if err != nil {
-		return fmt.Errorf("attach the sock_ops program to cgroup %s: %w", cgroup, err)
+		return fmt.Errorf("attach the %s program to cgroup %s: %w", what, cgroup, err)
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
 	if old != nil {
 		// The new one works already, on the cgroup that the node has now.
 		if err := old.Unpin(); err != nil {
-			return fmt.Errorf("unpin the sock_ops program of another cgroup: %w", err)
+			return fmt.Errorf("unpin the %s program of another cgroup: %w", what, err)
 		}
 	}
 	if err := l.Pin(pin); err != nil {
-		return fmt.Errorf("pin the link of the sock_ops program: %w", err)
+		return fmt.Errorf("pin the link of the %s program: %w", what, err)
 	}
 	return nil
 }
@@ -240,7 +263,7 @@ func attachSockOps(prog *ebpf.Program, cgroup, pin string) (err error) {
 func isOnCgroup(l link.Link, cgroup string) (bool, error) {
 	info, err := l.Info()
 	if err != nil {
-		return false, fmt.Errorf("look at the link of the sock_ops program: %w", err)
+		return false, fmt.Errorf("look at a cgroup link: %w", err)
 	}
 	var st unix.Stat_t
 	if err := unix.Stat(cgroup, &st); err != nil {
@@ -275,12 +298,16 @@ func (d *Datapath) Close() error {
 func (d *Datapath) byName() map[string]*ebpf.Map {
 	m := d.maps
 	return map[string]*ebpf.Map{
-		bpf.RedirectorMapPods:      m.RedirectorMaps.Pods,
-		bpf.RedirectorMapOwnAddrs:  m.RedirectorMaps.OwnAddrs,
-		bpf.RedirectorMapListeners: m.RedirectorMaps.Listeners,
-		bpf.RedirectorMapAdmitted:  m.RedirectorMaps.Admitted,
-		bpf.RedirectorMapCounters:  m.RedirectorMaps.Counters,
-		bpf.RedirectorMapTailCalls: m.RedirectorMaps.TailCalls,
+		bpf.RedirectorMapPods:         m.RedirectorMaps.Pods,
+		bpf.RedirectorMapOwnAddrs:     m.RedirectorMaps.OwnAddrs,
+		bpf.RedirectorMapListeners:    m.RedirectorMaps.Listeners,
+		bpf.RedirectorMapAdmitted:     m.RedirectorMaps.Admitted,
+		bpf.RedirectorMapCounters:     m.RedirectorMaps.Counters,
+		bpf.RedirectorMapTailCalls:    m.RedirectorMaps.TailCalls,
+		bpf.RedirectorMapConfig:       m.RedirectorMaps.Config,
+		bpf.RedirectorMapProbeTargets: m.RedirectorMaps.ProbeTargets,
+		bpf.RedirectorMapCgroups:      m.RedirectorMaps.Cgroups,
+		bpf.RedirectorMapSockets:      m.RedirectorMaps.Sockets,
 	}
 }
 
@@ -333,8 +360,11 @@ func detachAll(bpffs string) error {
 	if err != nil {
 		return err
 	}
+	for _, p := range nodePrograms {
+		pins = append(pins, filepath.Join(bpffs, linksDir, p.pin))
+	}
 	var errs []error
-	for _, pin := range append(pins, filepath.Join(bpffs, linksDir, sockOpsLink)) {
+	for _, pin := range pins {
 		errs = append(errs, detach(pin))
 	}
 	return errors.Join(errs...)

@@ -5,7 +5,7 @@
 // Nothing else loads, pins or attaches. What stays when the process ends:
 //
 //	BPFFS/maps/NAME        the maps
-//	BPFFS/links/sock_ops   the sock_ops program on the cgroup
+//	BPFFS/links/NAME       the programs on the cgroup: connect4, connect6, setsockopt, sock_create, sock_ops
 //	BPFFS/pods/UID/steer   the sk_lookup program on one pod's network namespace
 //
 // and, on the pod's interfaces, the seal: a filter on clsact egress, which goes with the interface.

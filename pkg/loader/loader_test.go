@@ -128,7 +128,11 @@ func TestOpenPinsWhatTheDesignSays(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"links/sock_ops", "maps/admitted", "maps/counters", "maps/listeners", "maps/own_addrs", "maps/pods", "maps/tail_calls"}
+	want := []string{
+		"links/connect4", "links/connect6", "links/setsockopt", "links/sock_create", "links/sock_ops",
+		"maps/admitted", "maps/cgroups", "maps/config", "maps/counters", "maps/listeners", "maps/own_addrs", "maps/pods",
+		"maps/probe_targets", "maps/sockets", "maps/tail_calls",
+	}
 	if !slices.Equal(got, want) {
 		t.Errorf("pinned are %v, want %v", got, want)
 	}

@@ -7,6 +7,9 @@
 //	counters          user space makes and removes entries; programs count
 //	listeners         the sock_ops program; user space looks, and clears after a pod has left
 //	admitted          the sock_ops program
+//	probe_targets     user space; programs read
+//	config, cgroups   user space; programs read
+//	sockets           the cgroup programs
 package maps
 
 import (
@@ -32,8 +35,13 @@ const (
 	PortHBONE    = 15008 // the mesh tunnel
 )
 
-// listenerSlots is LISTENER_SLOTS of bpf/redirector.h: how many listeners on one port a pod can have in the map.
-const listenerSlots = 8
+// The slots of the listeners map, as in bpf/redirector.h.
+const (
+	slotNewestV4  = 0
+	slotNewestV6  = 1
+	slotFirst     = 2
+	listenerSlots = 8
+)
 
 // UIDMax is the length of the longest pod UID that the pods map holds, in bytes.
 const UIDMax = len(bpf.RedirectorPod{}.Uid) - 1
@@ -195,6 +203,31 @@ func (m *Maps) Listeners(cookie uint64) (map[uint16]int, error) {
 	return all, err
 }
 
+// PutListener has connections of the pod steered to a listening socket, as the sock_ops program does for those that it sees
+// made: as the newest for its family, and in the first slot that is free.
+func (m *Maps) PutListener(cookie uint64, port uint16, ipv6 bool, fd int) error {
+	key := bpf.RedirectorListenerKey{NetnsCookie: cookie, Port: uint32(port)}
+	err := ebpf.ErrKeyExist
+	for slot := uint32(slotFirst); slot < listenerSlots && errors.Is(err, ebpf.ErrKeyExist); slot++ {
+		key.Slot = slot
+		err = m.RedirectorMaps.Listeners.Update(key, uint64(fd), ebpf.UpdateNoExist)
+	}
+	newest := []uint32{slotNewestV4}
+	if ipv6 {
+		newest = append(newest, slotNewestV6)
+	}
+	for _, slot := range newest {
+		if err == nil {
+			key.Slot = slot
+			err = m.RedirectorMaps.Listeners.Put(key, uint64(fd))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("map listeners: put port %d of %d: %w", port, cookie, explain(err))
+	}
+	return nil
+}
+
 // DeleteListeners takes the pod's listeners out of the map; the sockets themselves are not touched.
 func (m *Maps) DeleteListeners(cookie uint64) error {
 	return eachListener(cookie, func(key bpf.RedirectorListenerKey) error {
@@ -211,6 +244,173 @@ func eachListener(cookie uint64, do func(bpf.RedirectorListenerKey) error) error
 		}
 	}
 	return nil
+}
+
+// Config are the agent's settings that the programs go by.
+type Config struct {
+	// HostNetNSCookie names the host's network namespace; 0: no probe is let through.
+	HostNetNSCookie uint64
+	ProbeSource     ProbeSource
+	ProbeIdentity   ProbeIdentity
+	ProxyIdentity   ProxyIdentity
+	// ProbeV4 and ProbeV6 are the addresses that probes come from with ProbeIdentitySNAT. A zero address lets no probe of
+	// its family through.
+	ProbeV4, ProbeV6 netip.Addr
+}
+
+// ProbeSource says whose connections to pods are probes: processes of the host's network namespace that ...
+type ProbeSource = bpf.RedirectorProbeSource
+
+// The probe sources.
+const (
+	ProbeSourceNode    = bpf.RedirectorProbeSourcePROBE_SOURCE_NODE    // are in no pod's cgroup
+	ProbeSourceHost    = bpf.RedirectorProbeSourcePROBE_SOURCE_HOST    // are anywhere
+	ProbeSourceKubelet = bpf.RedirectorProbeSourcePROBE_SOURCE_KUBELET // are in the kubelet's cgroup
+)
+
+// ProbeIdentity says how a probe looks to the pod.
+type ProbeIdentity = bpf.RedirectorProbeIdentity
+
+// The probe identities.
+const (
+	ProbeIdentitySNAT = bpf.RedirectorProbeIdentityPROBE_IDENTITY_SNAT // it comes from the probe address
+	ProbeIdentityFlow = bpf.RedirectorProbeIdentityPROBE_IDENTITY_FLOW // it comes from the node's own address
+)
+
+// ProxyIdentity says by what a socket of the proxy is known.
+type ProxyIdentity = bpf.RedirectorProxyIdentity
+
+// The proxy identities.
+const (
+	ProxyIdentityCgroup = bpf.RedirectorProxyIdentityPROXY_IDENTITY_CGROUP // the mark, and the cgroup of its maker
+	ProxyIdentityMark   = bpf.RedirectorProxyIdentityPROXY_IDENTITY_MARK   // the mark alone
+)
+
+// SetConfig changes the settings, for all programs at once.
+func (m *Maps) SetConfig(c Config) error {
+	value := bpf.RedirectorNodeConfig{
+		HostNetnsCookie: c.HostNetNSCookie,
+		ProbeSource:     c.ProbeSource,
+		ProbeIdentity:   c.ProbeIdentity,
+		ProxyIdentity:   c.ProxyIdentity,
+	}
+	if c.ProbeV4.IsValid() {
+		value.ProbeAddrV4 = c.ProbeV4.As16()
+	}
+	if c.ProbeV6.IsValid() {
+		value.ProbeAddrV6 = c.ProbeV6.As16()
+	}
+	if err := m.RedirectorMaps.Config.Put(uint32(0), value); err != nil {
+		return fmt.Errorf("map config: put: %w", err)
+	}
+	return nil
+}
+
+// Config returns the settings.
+func (m *Maps) Config() (Config, error) {
+	var value bpf.RedirectorNodeConfig
+	if err := m.RedirectorMaps.Config.Lookup(uint32(0), &value); err != nil {
+		return Config{}, fmt.Errorf("map config: look up: %w", err)
+	}
+	addr := func(b [16]uint8) netip.Addr {
+		if b == [16]uint8{} {
+			return netip.Addr{}
+		}
+		return netip.AddrFrom16(b).Unmap()
+	}
+	return Config{
+		HostNetNSCookie: value.HostNetnsCookie,
+		ProbeSource:     value.ProbeSource,
+		ProbeIdentity:   value.ProbeIdentity,
+		ProxyIdentity:   value.ProxyIdentity,
+		ProbeV4:         addr(value.ProbeAddrV4),
+		ProbeV6:         addr(value.ProbeAddrV6),
+	}, nil
+}
+
+// ProbeTarget is the pod that probes of an address are for.
+type ProbeTarget struct {
+	NetNSCookie uint64
+	UID         string
+}
+
+// PutProbeTarget makes the pod the owner of the address, whoever had it before.
+func (m *Maps) PutProbeTarget(addr netip.Addr, target ProbeTarget) error {
+	value := bpf.RedirectorProbeTarget{NetnsCookie: target.NetNSCookie}
+	putString(value.Uid[:], target.UID)
+	if err := m.RedirectorMaps.ProbeTargets.Put(bpf.RedirectorProbeTargetKey{Addr: addr.As16()}, value); err != nil {
+		return fmt.Errorf("map probe_targets: put %s: %w", addr, explain(err))
+	}
+	return nil
+}
+
+// DeleteProbeTarget takes the address out if the pod with that UID still owns it.
+func (m *Maps) DeleteProbeTarget(addr netip.Addr, uid string) error {
+	key := bpf.RedirectorProbeTargetKey{Addr: addr.As16()}
+	var value bpf.RedirectorProbeTarget
+	switch err := m.RedirectorMaps.ProbeTargets.Lookup(key, &value); {
+	case errors.Is(err, ebpf.ErrKeyNotExist):
+		return nil
+	case err != nil:
+		return fmt.Errorf("map probe_targets: look up %s: %w", addr, err)
+	}
+	if stringOf(value.Uid[:]) != uid {
+		return nil
+	}
+	return drop(m.RedirectorMaps.ProbeTargets, key)
+}
+
+// ProbeTargets returns all addresses that probes may be for.
+func (m *Maps) ProbeTargets() (map[netip.Addr]ProbeTarget, error) {
+	all := map[netip.Addr]ProbeTarget{}
+	var key bpf.RedirectorProbeTargetKey
+	var value bpf.RedirectorProbeTarget
+	it := m.RedirectorMaps.ProbeTargets.Iterate()
+	for it.Next(&key, &value) {
+		all[netip.AddrFrom16(key.Addr).Unmap()] = ProbeTarget{value.NetnsCookie, stringOf(value.Uid[:])}
+	}
+	if err := it.Err(); err != nil {
+		return nil, fmt.Errorf("map probe_targets: iterate: %w", err)
+	}
+	return all, nil
+}
+
+// CgroupRole says what a cgroup is for; groups below it count too.
+type CgroupRole = bpf.RedirectorCgroupRole
+
+// The roles of cgroups.
+const (
+	CgroupPods    = bpf.RedirectorCgroupRoleCGROUP_PODS    // all pods of the node are below it
+	CgroupKubelet = bpf.RedirectorCgroupRoleCGROUP_KUBELET // the kubelet's
+	CgroupProxy   = bpf.RedirectorCgroupRoleCGROUP_PROXY   // a node proxy's
+)
+
+// PutCgroup gives a cgroup a role, by its id: the inode number of its directory.
+func (m *Maps) PutCgroup(id uint64, role CgroupRole) error {
+	if err := m.RedirectorMaps.Cgroups.Put(bpf.RedirectorCgroupKey{CgroupId: id}, bpf.RedirectorCgroupValue{Role: role}); err != nil {
+		return fmt.Errorf("map cgroups: put %d: %w", id, explain(err))
+	}
+	return nil
+}
+
+// DeleteCgroup takes its role from a cgroup. That it has none is no error.
+func (m *Maps) DeleteCgroup(id uint64) error {
+	return drop(m.RedirectorMaps.Cgroups, bpf.RedirectorCgroupKey{CgroupId: id})
+}
+
+// Cgroups returns the roles of cgroups by id.
+func (m *Maps) Cgroups() (map[uint64]CgroupRole, error) {
+	all := map[uint64]CgroupRole{}
+	var key bpf.RedirectorCgroupKey
+	var value bpf.RedirectorCgroupValue
+	it := m.RedirectorMaps.Cgroups.Iterate()
+	for it.Next(&key, &value) {
+		all[key.CgroupId] = value.Role
+	}
+	if err := it.Err(); err != nil {
+		return nil, fmt.Errorf("map cgroups: iterate: %w", err)
+	}
+	return all, nil
 }
 
 // Counters are what happened to a pod's connections since it was enrolled; the fields are explained in bpf/redirector.h.
