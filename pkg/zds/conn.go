@@ -165,6 +165,11 @@ func (c *conn) hello() error {
 	if err := parseHello(msg); err != nil {
 		return err
 	}
+	if c.s.opts.OnHello != nil {
+		if err := c.s.opts.OnHello(c.pid); err != nil {
+			return err
+		}
+	}
 	c.s.log.Info("node proxy connected", "conn", c.id, "pid", c.pid)
 
 	c.s.mu.Lock()

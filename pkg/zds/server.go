@@ -104,6 +104,9 @@ type Options struct {
 	// MaxConns is how many connections are held at once, those that have not said
 	// hello included; DefaultMaxConns if zero.
 	MaxConns int
+	// OnHello is called with a peer's process id when it has said hello, before it is sent anything. With an error its
+	// connection is closed. It may be nil.
+	OnHello func(pid int32) error
 }
 
 // Server is the server side of ZDS. Its methods may be called from any goroutine.
