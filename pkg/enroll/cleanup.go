@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
@@ -23,6 +24,7 @@ func Cleanup(bpffs, stateDir string) error {
 	}
 	errs, err := leaveAll(datapath)
 	if datapath != nil {
+		errs = append(errs, leaveHost(datapath))
 		err = errors.Join(err, datapath.Close())
 	}
 	if err != nil {
@@ -36,6 +38,15 @@ func Cleanup(bpffs, stateDir string) error {
 		errs = append(errs, os.Remove(file))
 	}
 	return errors.Join(errs...)
+}
+
+// leaveHost takes the addresses that probes come from off the host's lo.
+func leaveHost(datapath *loader.Datapath) error {
+	config, err := datapath.Maps().Config()
+	if err != nil {
+		return err
+	}
+	return hostprobe.Remove(hostprobe.Addrs{V4: config.ProbeV4, V6: config.ProbeV6})
 }
 
 // leaveAll takes the dataplane, which may be nil, out of all network namespaces. It returns what went wrong in single ones,

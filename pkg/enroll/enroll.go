@@ -51,6 +51,7 @@ type Enroller struct {
 	byUID map[string]*pod
 	// byCookie says which pod has a network namespace.
 	byCookie map[uint64]*pod
+	repairs  map[Repair]uint64
 }
 
 // pod is one pod. The mutex is held during any work on it.
@@ -65,7 +66,13 @@ type pod struct {
 	spec     Spec
 	since    time.Time
 	ownAddrs map[netip.Addr]int
-	watch    *watch
+	// probed are the addresses under which the host's probes find the pod.
+	probed map[netip.Addr]bool
+	watch  *watch
+	// offered says that the proxy was asked to start anew for the pod, as its listeners could not be found.
+	offered bool
+	// failing is the last failure to keep things as they should be, "" if the last try went well.
+	failing string
 }
 
 // New returns an Enroller that knows no pods yet; see Restore.
@@ -73,15 +80,12 @@ func New(c Config) *Enroller {
 	if c.Observe == nil {
 		c.Observe = func(string, time.Duration) {}
 	}
-	return &Enroller{Config: c, byUID: map[string]*pod{}, byCookie: map[uint64]*pod{}}
+	return &Enroller{Config: c, byUID: map[string]*pod{}, byCookie: map[uint64]*pod{}, repairs: map[Repair]uint64{}}
 }
 
 // Close ends what the Enroller does by itself, and gives back its handles. The pods stay as they are.
 func (e *Enroller) Close() {
-	e.mu.Lock()
-	uids := slices.Collect(gomaps.Keys(e.byUID))
-	e.mu.Unlock()
-	for _, uid := range uids {
+	for _, uid := range e.uids() {
 		p := e.claim(uid)
 		p.stopWatch()
 		if p.ns != nil {
@@ -91,6 +95,13 @@ func (e *Enroller) Close() {
 		}
 		e.release(p)
 	}
+}
+
+// uids lists the pods that are enrolled or being worked on.
+func (e *Enroller) uids() []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.Collect(gomaps.Keys(e.byUID))
 }
 
 // claim returns the pod's entry, made if need be, locked for the caller, who must release it.
@@ -134,6 +145,7 @@ func (e *Enroller) Enroll(ctx context.Context, spec Spec, wait bool) error {
 	if err := e.Proxies.Wait(ctx, spec.UID); err != nil {
 		return fmt.Errorf("enrol pod %s (%s): %w: %w", &spec, spec.UID, ErrPending, err)
 	}
+	e.takeOverListeners()
 	return nil
 }
 
@@ -143,12 +155,17 @@ func (e *Enroller) capture(spec Spec) error {
 	if err != nil {
 		return err
 	}
-	return e.captureIn(ns, spec, nil, time.Now())
+	return e.captureIn(ns, spec, leftovers{}, time.Now())
 }
 
-// captureIn is capture in an open namespace, which is closed unless it is kept for the pod. addrs are the pod's entries in
-// the map of own addresses, if an earlier agent has left some.
-func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, addrs map[netip.Addr]int, since time.Time) error {
+// leftovers are a pod's entries in maps that an earlier agent has made.
+type leftovers struct {
+	ownAddrs map[netip.Addr]int
+	probed   map[netip.Addr]bool
+}
+
+// captureIn is capture in an open namespace, which is closed unless it is kept for the pod.
+func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since time.Time) error {
 	p := e.claim(spec.UID)
 	defer e.release(p)
 
@@ -171,10 +188,10 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, addrs map[netip.Addr]in
 		}
 		return errors.Join(err, ns.Close())
 	}
-	p.ns, p.spec, p.ownAddrs, p.since = ns, spec, addrs, since
+	p.ns, p.spec, p.ownAddrs, p.probed, p.since = ns, spec, left.ownAddrs, left.probed, since
 	if err := e.apply(p); err != nil {
 		e.leave(p)
-		p.ns, p.ownAddrs = nil, nil
+		p.ns, p.ownAddrs, p.probed = nil, nil, nil
 		return errors.Join(err, ns.Close())
 	}
 	return nil
@@ -293,6 +310,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		}
 		return func() error { return e.Datapath.Maps().DeletePod(p.ns.Cookie()) }, nil
 	})
+	step("probe targets", func() (func() error, error) { return e.applyProbeTargets(p) })
 	step("state file", func() (func() error, error) {
 		if err := e.saveState(p); err != nil || enrolled {
 			return nil, err
@@ -300,15 +318,21 @@ func (e *Enroller) apply(p *pod) (err error) {
 		return func() error { return e.removeState(p.uid) }, nil
 	})
 	step("proxy", func() (func() error, error) {
-		return nil, e.Proxies.Set(zds.Pod{
-			UID:            p.uid,
-			Name:           p.spec.Name,
-			Namespace:      p.spec.Namespace,
-			ServiceAccount: p.spec.ServiceAccount,
-			NetNS:          p.ns,
-		})
+		p.offered = false
+		return nil, e.Proxies.Set(p.zdsPod())
 	})
 	return err
+}
+
+// zdsPod is what proxies are told of the pod.
+func (p *pod) zdsPod() zds.Pod {
+	return zds.Pod{
+		UID:            p.uid,
+		Name:           p.spec.Name,
+		Namespace:      p.spec.Namespace,
+		ServiceAccount: p.spec.ServiceAccount,
+		NetNS:          p.ns,
+	}
 }
 
 type steerProgram struct {
@@ -353,6 +377,45 @@ func (e *Enroller) applyOwnAddrs(p *pod, n *podNet) (undo func() error, err erro
 	return undos.run, nil
 }
 
+// applyProbeTargets makes the map hold the addresses under which probes may come: those that the pod is known by, or if
+// there are none, all of its own that others can reach. An address that another pod has taken meanwhile stays that one's.
+func (e *Enroller) applyProbeTargets(p *pod) (undo func() error, err error) {
+	m := e.Datapath.Maps()
+	want := map[netip.Addr]bool{}
+	for _, ip := range p.spec.IPs {
+		want[ip.Unmap()] = true
+	}
+	if len(want) == 0 {
+		for addr := range p.ownAddrs {
+			if addr.IsGlobalUnicast() {
+				want[addr] = true
+			}
+		}
+	}
+	before := p.probed
+	var undos undoList
+	for addr := range want {
+		if before[addr] {
+			continue
+		}
+		if err := m.PutProbeTarget(addr, maps.ProbeTarget{NetNSCookie: p.ns.Cookie(), UID: p.uid}); err != nil {
+			return nil, errors.Join(err, undos.run())
+		}
+		undos.add(func() error { return m.DeleteProbeTarget(addr, p.uid) })
+	}
+	for addr := range before {
+		if want[addr] {
+			continue
+		}
+		if err := m.DeleteProbeTarget(addr, p.uid); err != nil {
+			return nil, errors.Join(err, undos.run())
+		}
+	}
+	p.probed = want
+	undos.add(func() error { p.probed = before; return nil })
+	return undos.run, nil
+}
+
 // applySeals gives every interface its seal: a new one to each, or only to those that have none.
 func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error, err error) {
 	var undos undoList
@@ -368,7 +431,7 @@ func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error,
 			undos.add(func() error { return loader.Unseal(n.handle, l) })
 		}
 	}
-	return undos.run, nil
+	return undos.orNil(), nil
 }
 
 // Unenroll takes a pod out: from then on its new connections are its own, as before Enroll, and its namespace is as it was.
@@ -398,7 +461,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 		e.Log.Warn("a proxy has not confirmed that it left the pod", "pod", p.spec.String(), "uid", p.uid, "error", err)
 	}
 	p.stopWatch()
-	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, p.ownAddrs); err != nil {
+	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{p.ownAddrs, p.probed}); err != nil {
 		return err
 	}
 	if err := e.removeState(p.uid); err != nil {
@@ -406,12 +469,12 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 	}
 	e.leave(p)
 	err := p.ns.Close()
-	p.ns, p.ownAddrs = nil, nil
+	p.ns, p.ownAddrs, p.probed = nil, nil, nil
 	return err
 }
 
 // clear removes what the kernel has of a pod. ns is nil when the namespace is gone, and all in it.
-func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, addrs map[netip.Addr]int) error {
+func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftovers) error {
 	m := e.Datapath.Maps()
 	known, err := m.Pod(cookie)
 	enrolled := err == nil
@@ -434,8 +497,11 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, addrs map[n
 		return err
 	}
 	errs := []error{m.DeleteCounters(cookie), m.DeleteListeners(cookie)}
-	for addr := range addrs {
+	for addr := range left.ownAddrs {
 		errs = append(errs, m.DeleteOwnAddr(cookie, addr))
+	}
+	for addr := range left.probed {
+		errs = append(errs, m.DeleteProbeTarget(addr, uid))
 	}
 	return errors.Join(errs...)
 }

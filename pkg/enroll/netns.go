@@ -86,7 +86,7 @@ func (n *podNet) close() {
 	}
 }
 
-// addRouting adds the rule and the route of one family and returns how to undo it; nothing that was there already is undone.
+// addRouting adds the rule and the route of one family and returns how to undo that: nil if both were there.
 func (n *podNet) addRouting(family int) (undo func() error, err error) {
 	if family == unix.AF_INET6 && !n.ipv6 {
 		return nil, nil
@@ -121,7 +121,7 @@ func (n *podNet) addRouting(family int) (undo func() error, err error) {
 	default:
 		return fail(fmt.Errorf("add the %s rule for marked connections: %w", familyName(family), err))
 	}
-	return undos.run, nil
+	return undos.orNil(), nil
 }
 
 // findTable returns a routing table with nothing in it but what is ours.
@@ -345,6 +345,14 @@ func (u *undoList) add(undo func() error) {
 	if undo != nil {
 		*u = append(*u, undo)
 	}
+}
+
+// orNil returns run, or nil if there is nothing to undo.
+func (u *undoList) orNil() func() error {
+	if len(*u) == 0 {
+		return nil
+	}
+	return u.run
 }
 
 // run undoes everything, the last first, and returns what went wrong with it.

@@ -106,7 +106,7 @@ func (e *Enroller) Restore(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	addrs, err := e.Datapath.Maps().OwnAddrs()
+	left, err := e.leftovers()
 	if err != nil {
 		return err
 	}
@@ -121,7 +121,7 @@ func (e *Enroller) Restore(ctx context.Context) error {
 			s = savedPod{}
 		}
 		group.Go(func() error {
-			if err := e.restore(ctx, cookie, entry, s, addrs[cookie]); err != nil {
+			if err := e.restore(ctx, cookie, entry, s, left(cookie, entry.UID)); err != nil {
 				e.Log.Error("cannot take over an enrolled pod: it stays as it is",
 					"uid", entry.UID, "netns_inode", entry.NetNSInode, "error", err)
 			}
@@ -133,7 +133,7 @@ func (e *Enroller) Restore(ctx context.Context) error {
 		group.Go(func() error {
 			ns, err := podns.Open(s.NetNS)
 			if err == nil && ns.Cookie() == s.NetNSCookie {
-				err = e.captureIn(ns, s.Spec, nil, s.Since)
+				err = e.captureIn(ns, s.Spec, leftovers{}, s.Since)
 			} else {
 				if err == nil {
 					err = ns.Close()
@@ -150,7 +150,7 @@ func (e *Enroller) Restore(ctx context.Context) error {
 }
 
 // restore takes over one pod that the kernel knows. s is what its file says, or empty.
-func (e *Enroller) restore(ctx context.Context, cookie uint64, entry maps.Pod, s savedPod, addrs map[netip.Addr]int) error {
+func (e *Enroller) restore(ctx context.Context, cookie uint64, entry maps.Pod, s savedPod, left leftovers) error {
 	ns, err := findNetNS(s.NetNS, entry.NetNSInode, cookie)
 	if errors.Is(err, podns.ErrGone) {
 		e.Log.Info("forget a pod whose network namespace is gone", "uid", entry.UID, "pod", s.String())
@@ -164,7 +164,27 @@ func (e *Enroller) restore(ctx context.Context, cookie uint64, entry maps.Pod, s
 		return errors.Join(e.Proxies.Set(zds.Pod{UID: entry.UID}), ns.Close())
 	}
 	s.NetNS = ns.Path()
-	return e.captureIn(ns, s.Spec, addrs, s.Since)
+	return e.captureIn(ns, s.Spec, left, s.Since)
+}
+
+// leftovers reads what the maps have of all pods.
+func (e *Enroller) leftovers() (func(cookie uint64, uid string) leftovers, error) {
+	addrs, err := e.Datapath.Maps().OwnAddrs()
+	if err != nil {
+		return nil, err
+	}
+	targets, err := e.Datapath.Maps().ProbeTargets()
+	if err != nil {
+		return nil, err
+	}
+	probed := map[string]map[netip.Addr]bool{}
+	for addr, target := range targets {
+		if probed[target.UID] == nil {
+			probed[target.UID] = map[netip.Addr]bool{}
+		}
+		probed[target.UID][addr] = true
+	}
+	return func(cookie uint64, uid string) leftovers { return leftovers{addrs[cookie], probed[uid]} }, nil
 }
 
 // findNetNS opens a network namespace that is known by its numbers; path is where it used to be.
@@ -189,19 +209,19 @@ func (e *Enroller) removeUnknown(ctx context.Context, uid string) error {
 	if err != nil {
 		return err
 	}
+	left, err := e.leftovers()
+	if err != nil {
+		return err
+	}
 	for cookie, entry := range entries {
 		if entry.UID != uid {
 			continue
-		}
-		addrs, err := e.Datapath.Maps().OwnAddrs()
-		if err != nil {
-			return err
 		}
 		ns, err := podns.Find(entry.NetNSInode, cookie)
 		if err != nil && !errors.Is(err, podns.ErrGone) {
 			return err
 		}
-		err = e.clear(uid, cookie, ns, addrs[cookie])
+		err = e.clear(uid, cookie, ns, left(cookie, uid))
 		if ns != nil {
 			err = errors.Join(err, ns.Close())
 		}

@@ -43,13 +43,7 @@ type Pod struct {
 
 // Pods lists the enrolled pods by namespace and name.
 func (e *Enroller) Pods() ([]Pod, error) {
-	e.mu.Lock()
-	uids := make([]string, 0, len(e.byUID))
-	for uid := range e.byUID {
-		uids = append(uids, uid)
-	}
-	e.mu.Unlock()
-
+	uids := e.uids()
 	pods := make([]Pod, 0, len(uids))
 	for _, uid := range uids {
 		p, err := e.Pod(uid)

@@ -3,14 +3,18 @@
 package enroll
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	gomaps "maps"
 	"os"
 	"time"
 
 	"github.com/cilium/ebpf"
 	netlinkconn "github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
 
 // settle is how long a burst of changes may go on before they are looked at together: a new interface comes with several.
@@ -21,11 +25,12 @@ type watch struct {
 	conn *netlinkconn.Conn
 }
 
-// startWatch has resync called after each change of the namespace's interfaces and addresses.
+// startWatch has resync called after each change of what enrolment has put into the namespace, or goes by.
 func (e *Enroller) startWatch(p *pod) (*watch, error) {
 	conn, err := netlinkconn.Dial(unix.NETLINK_ROUTE, &netlinkconn.Config{
-		NetNS:  p.ns.FD(),
-		Groups: unix.RTMGRP_LINK | unix.RTMGRP_IPV4_IFADDR | unix.RTMGRP_IPV6_IFADDR,
+		NetNS: p.ns.FD(),
+		Groups: unix.RTMGRP_LINK | unix.RTMGRP_TC | unix.RTMGRP_IPV4_IFADDR | unix.RTMGRP_IPV6_IFADDR |
+			unix.RTMGRP_IPV4_ROUTE | unix.RTMGRP_IPV6_ROUTE | unix.RTMGRP_IPV4_RULE | 1<<(unix.RTNLGRP_IPV6_RULE-1),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("watch the interfaces of %s: %w", p.ns.Path(), err)
@@ -63,19 +68,108 @@ func (e *Enroller) follow(p *pod, w *watch) {
 	}
 }
 
-// resync makes good what a change has undone: an interface without a seal, an address that the map does not know, a route
-// that went with lo. It returns false when the watch has been stopped.
+// resync makes good what a change has undone: an interface without a seal, an address that the map does not know, a rule that
+// somebody has removed. It returns false when the watch has been stopped.
 func (e *Enroller) resync(p *pod, w *watch) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.watch != w {
 		return false
 	}
-	if err := e.repair(p); err != nil {
-		e.Log.Error("cannot follow a change in a pod's network namespace",
+	e.repair(p)
+	return true
+}
+
+// Repair is a kind of thing that was not as it should be, and is again.
+type Repair string
+
+// The kinds of repairs.
+const (
+	RepairSeal    Repair = "seal"    // an interface, perhaps a new one, had none
+	RepairRouting Repair = "routing" // a rule or route to lo was missing
+	RepairSysctl  Repair = "sysctl"  // one that carries marks was off
+)
+
+// reconcileEvery is how often what no event tells of is looked at: sysctls, and listeners from before the dataplane.
+const reconcileEvery = 3 * time.Second
+
+// Reconcile looks after all pods until ctx is done. What netlink tells of is repaired at once, without it.
+func (e *Enroller) Reconcile(ctx context.Context) error {
+	ticker := time.NewTicker(reconcileEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+		for _, uid := range e.uids() {
+			p := e.claim(uid)
+			if p.ns != nil {
+				e.repair(p)
+			}
+			e.release(p)
+		}
+		for _, uid := range e.takeOverListeners() {
+			e.offerAnew(uid)
+		}
+	}
+}
+
+// Repairs returns how many repairs of each kind there were since the start.
+func (e *Enroller) Repairs() map[Repair]uint64 {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return gomaps.Clone(e.repairs)
+}
+
+// repair puts right what is not as it should be in the pod's namespace. A failure is logged when it is a new one; the next
+// look tries again.
+func (e *Enroller) repair(p *pod) {
+	err := e.tryRepair(p)
+	switch {
+	case err == nil:
+		p.failing = ""
+	case err.Error() != p.failing:
+		p.failing = err.Error()
+		e.Log.Error("cannot keep a pod's network namespace as it should be: it is tried again",
 			"pod", p.spec.String(), "uid", p.uid, "netns", p.ns.Path(), "error", err)
 	}
-	return true
+}
+
+func (e *Enroller) tryRepair(p *pod) error {
+	n, err := openPodNet(p.ns)
+	if err != nil {
+		return err
+	}
+	defer n.close()
+	var errs []error
+	done := func(kind Repair, undo func() error, err error) {
+		errs = append(errs, err)
+		if err == nil && undo != nil {
+			e.repaired(p, kind)
+		}
+	}
+	// The seals first: they are what keeps closed what is not steered.
+	undo, err := e.applySeals(p, n, false)
+	done(RepairSeal, undo, err)
+	_, err = e.applyOwnAddrs(p, n)
+	errs = append(errs, err, e.applyInterface(p, n))
+	if err == nil {
+		_, err = e.applyProbeTargets(p)
+		errs = append(errs, err)
+	}
+	for _, family := range families {
+		undo, err = n.addRouting(family)
+		done(RepairRouting, undo, err)
+	}
+	changed, err := n.setSysctls()
+	undo = nil
+	if changed != (maps.Restore{}) {
+		undo = func() error { return n.restoreSysctls(changed) }
+	}
+	done(RepairSysctl, undo, err)
+	return errors.Join(errs...)
 }
 
 // applyInterface tells the programs which interface the pod has, when that has changed.
@@ -91,20 +185,10 @@ func (e *Enroller) applyInterface(p *pod, n *podNet) error {
 	return e.Datapath.Maps().PutPod(p.ns.Cookie(), entry)
 }
 
-func (e *Enroller) repair(p *pod) error {
-	n, err := openPodNet(p.ns)
-	if err != nil {
-		return err
-	}
-	defer n.close()
-	// The seals first: they are what keeps closed what is not steered yet.
-	_, err = e.applySeals(p, n, false)
-	errs := []error{err}
-	_, err = e.applyOwnAddrs(p, n)
-	errs = append(errs, err, e.applyInterface(p, n))
-	for _, family := range families {
-		_, err = n.addRouting(family)
-		errs = append(errs, err)
-	}
-	return errors.Join(errs...)
+func (e *Enroller) repaired(p *pod, kind Repair) {
+	e.Log.Warn("something was missing in a pod's network namespace, and is there again",
+		"what", string(kind), "pod", p.spec.String(), "uid", p.uid, "netns", p.ns.Path())
+	e.mu.Lock()
+	e.repairs[kind]++
+	e.mu.Unlock()
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
@@ -42,6 +43,11 @@ func Start(tb testing.TB, b *bed.Bed, observe func(step string, took time.Durati
 		tb.Fatal(err)
 	}
 	log := slog.New(slog.NewTextHandler(tb.Output(), nil))
+	// The test's own sockets may play the proxy. That the mark alone is not enough, and what the host side does, is tested
+	// with an agent that is a process on the bed's node.
+	if err := datapath.Maps().SetConfig(maps.Config{ProxyIdentity: maps.ProxyIdentityMark}); err != nil {
+		tb.Fatal(err)
+	}
 	proxies, err := zds.Listen(zds.Options{Path: b.ZDSSocket, Log: log})
 	if err != nil {
 		tb.Fatal(err)

@@ -50,14 +50,12 @@ func frames(w *wire) (sealed, open map[string][]byte) {
 		"IPv6 in a VLAN":                       w.ethernet(typeIPv6, []uint16{typeVLAN}, plain6),
 	}
 	open = map[string][]byte{
-		"IPv4 SYN-ACK":               v4(nil, 0, tcpHeader(syn|ack, 1)),
 		"IPv4 ACK":                   v4(nil, 0, tcpHeader(ack, 1)),
 		"IPv4 RST":                   v4(nil, 0, tcpHeader(rst, 1)),
 		"IPv4 later fragment":        v4(nil, moreFragments|1, opening),
 		"IPv4 UDP":                   w.ethernet(typeIPv4, nil, ipv4(src4, dst4, 17, nil, 0, udpHeader(1))),
 		"IPv4 UDP in a VLAN":         w.ethernet(typeIPv4, []uint16{typeVLAN}, ipv4(src4, dst4, 17, nil, 0, udpHeader(1))),
 		"IPv4 SCTP":                  w.ethernet(typeIPv4, nil, ipv4(src4, dst4, 132, nil, 0, opening)),
-		"IPv6 SYN-ACK":               v6(nil, tcpHeader(syn|ack, 1)),
 		"IPv6 ACK after options":     v6([]extension{padded(hopByHop), padded(destOptions)}, tcpHeader(ack, 1)),
 		"IPv6 later fragment":        v6([]extension{fragmentHeader(1, true)}, opening),
 		"IPv6 UDP after options":     w.ethernet(typeIPv6, nil, ipv6(src6, dst6, 17, []extension{padded(destOptions)}, udpHeader(1))),
