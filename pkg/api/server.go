@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/identity"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
@@ -41,7 +42,9 @@ type Options struct {
 	Enroller *enroll.Enroller
 	// Agent is what is known of the process from its start; Uptime is filled in with each answer.
 	Agent Agent
-	Log   *slog.Logger
+	// Identity is asked what is weaker than it was meant to be; nil: nothing is.
+	Identity *identity.Identity
+	Log      *slog.Logger
 }
 
 // Server answers requests.

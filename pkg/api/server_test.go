@@ -498,7 +498,7 @@ func TestAnswersKeepTheirFieldNames(t *testing.T) {
 	for path, want := range map[string][]string{
 		"/v1/status": {
 			"admittedFlows", "agent", "agent.bpffs", "agent.cgroup", "agent.kernel", "agent.pid", "agent.runDir", "agent.started", "agent.uptime",
-			"agent.version", "agent.zdsSocket", "counters", "pods", "pods.enrolled", "pods.pending", "pods.unnamed", "proxies", "warnings",
+			"agent.version", "agent.zdsSocket", "counters", "pods", "pods.enrolled", "pods.pending", "pods.unnamed", "proxies", "repairs", "warnings",
 		},
 		"/v1/pods/uid-web": {
 			"addresses", "counters", "ips", "listeners", "name", "namespace", "netns", "netnsCookie", "netnsInode", "serviceAccount", "since",

@@ -45,7 +45,14 @@ func (s *Server) status(*http.Request) (any, error) {
 	}
 	slices.Sort(unnamed)
 	status.Pods.Unnamed = len(unnamed)
+	status.Repairs = s.Enroller.Repairs()
 	status.Warnings = warnings(&status, pods, unnamed)
+	if s.Identity != nil {
+		for _, w := range s.Identity.Warnings() {
+			message, remedy, _ := strings.Cut(w, ": ")
+			status.Warnings = append(status.Warnings, Warning{Reason: ReasonIdentity, Message: message, Remedy: remedy})
+		}
+	}
 	return status, nil
 }
 

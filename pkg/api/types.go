@@ -93,7 +93,9 @@ type Status struct {
 	Pods    PodCounts        `json:"pods"`
 	// Counters are the sums over the pods that are enrolled now.
 	Counters maps.Counters `json:"counters"`
-	// AdmittedFlows is how many connections of node proxies to apps are open or being opened.
+	// Repairs counts, by kind, what was found missing in pods' network namespaces since the agent's start, and put back.
+	Repairs map[enroll.Repair]uint64 `json:"repairs"`
+	// AdmittedFlows is how many probes of the host are let through to apps right now.
 	AdmittedFlows int `json:"admittedFlows"`
 	// Warnings is what needs somebody's attention; empty when nothing does.
 	Warnings []Warning `json:"warnings"`
@@ -136,6 +138,8 @@ const (
 	ReasonMarkedListeners Reason = "marked_listeners"
 	// ReasonCaptureFailed: connections of the pod could not be captured, and were dropped.
 	ReasonCaptureFailed Reason = "capture_failed"
+	// ReasonIdentity: the node does not allow to tell proxies or probes apart as well as was asked for.
+	ReasonIdentity Reason = "identity"
 	// ReasonUnnamed: the pod is captured, but the agent does not know its name.
 	ReasonUnnamed Reason = "unnamed"
 )

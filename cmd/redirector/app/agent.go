@@ -16,7 +16,10 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
+	"github.com/redirector-dataplane/redirector/pkg/identity"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
 
@@ -34,12 +37,31 @@ type agentOptions struct {
 	cgroup     string
 	logLevel   choice
 	logFormat  choice
+
+	probeSource   choice
+	probeIdentity choice
+	proxyIdentity choice
+	probes        hostprobe.Addrs
 }
+
+// The values of the flags that say who is who, with what the programs call them.
+var (
+	probeSources = map[string]maps.ProbeSource{
+		"node": maps.ProbeSourceNode, "host": maps.ProbeSourceHost, "kubelet": maps.ProbeSourceKubelet,
+	}
+	probeIdentities = map[string]maps.ProbeIdentity{"snat": maps.ProbeIdentitySNAT, "flow": maps.ProbeIdentityFlow}
+	proxyIdentities = map[string]maps.ProxyIdentity{"cgroup": maps.ProxyIdentityCgroup, "mark": maps.ProxyIdentityMark}
+)
 
 func newAgent(env *Env) *cobra.Command {
 	o := agentOptions{
 		logLevel:  choice{value: "info", choices: []string{"debug", "info", "warn", "error"}},
 		logFormat: choice{value: logText, choices: []string{logText, logJSON}},
+
+		probeSource:   choice{value: "node", choices: []string{"node", "host", "kubelet"}},
+		probeIdentity: choice{value: "snat", choices: []string{"snat", "flow"}},
+		proxyIdentity: choice{value: "cgroup", choices: []string{"cgroup", "mark"}},
+		probes:        hostprobe.Defaults,
 	}
 	cmd := &cobra.Command{
 		Use:   "agent --standalone",
@@ -66,7 +88,16 @@ nothing counts as unset.`,
 	addPath(flags, &o.cgroup, "cgroup", "", "cgroup2 directory whose processes are looked at (default: where cgroup2 is mounted)")
 	flags.Var(&o.logLevel, "log-level", "what to log")
 	flags.Var(&o.logFormat, "log-format", "how to log, to standard error")
-	for _, name := range []string{"standalone", "cgroup", "log-level", "log-format"} {
+	flags.Var(&o.probeSource, "probe-source", "whose connections to pods are probes, of the processes in the host's network namespace: "+
+		"those in no pod's cgroup (node), all (host), or those in the kubelet's cgroup (kubelet)")
+	flags.Var(&o.probeIdentity, "probe-identity", "how pods see a probe: from the probe address (snat), or from the node's own (flow)")
+	flags.Var(&o.proxyIdentity, "proxy-identity", "what makes a socket the node proxy's: its mark and the cgroup that made it (cgroup), or the mark alone (mark)")
+	flags.Var(&addrFlag{&o.probes.V4, hostprobe.ParseV4}, "host-probe-snat-ip", "IPv4 address that probes come from")
+	flags.Var(&addrFlag{&o.probes.V6, hostprobe.ParseV6}, "host-probe-snat-ipv6", "IPv6 address that probes come from")
+	for _, name := range []string{
+		"standalone", "cgroup", "log-level", "log-format",
+		"probe-source", "probe-identity", "proxy-identity", "host-probe-snat-ip", "host-probe-snat-ipv6",
+	} {
 		twin(flags, name)
 	}
 	return cmd
@@ -135,12 +166,31 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		}
 	}()
 
+	probes, removeProbes, err := o.addProbeAddrs(datapath)
+	if err != nil {
+		return err
+	}
+	defer unlessStarted(func() { err = errors.Join(err, removeProbes()) })
+	who, err := identity.New(identity.Options{
+		Maps:          datapath.Maps(),
+		Cgroup:        o.cgroup,
+		ProbeSource:   probeSources[o.probeSource.value],
+		ProbeIdentity: probeIdentities[o.probeIdentity.value],
+		ProxyIdentity: proxyIdentities[o.proxyIdentity.value],
+		Kubernetes:    !o.standalone,
+		Probes:        probes,
+		Log:           log,
+	})
+	if err != nil {
+		return err
+	}
+
 	removeZDSDir, err := makeDirs(filepath.Dir(o.zdsSocket), 0o755)
 	if err != nil {
 		return fmt.Errorf("make a directory for ZDS socket %s: %w: choose another with --zds-socket", o.zdsSocket, err)
 	}
 	defer unlessStarted(removeZDSDir)
-	proxies, err := zds.Listen(zds.Options{Path: o.zdsSocket, Log: log})
+	proxies, err := zds.Listen(zds.Options{Path: o.zdsSocket, Log: log, OnHello: who.ProxyConnected})
 	if err != nil {
 		return err
 	}
@@ -177,7 +227,8 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 			Cgroup:    o.cgroup,
 			ZDSSocket: o.zdsSocket,
 		},
-		Log: log,
+		Identity: who,
+		Log:      log,
 	})
 	group, groupCtx := errgroup.WithContext(ctx)
 	// Node proxies are served until the last request is answered.
@@ -188,11 +239,41 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		return server.Serve(groupCtx, listener)
 	})
 	group.Go(func() error { return proxies.Serve(proxyCtx) })
+	group.Go(func() error { return who.Run(groupCtx) })
+	group.Go(func() error { return enroller.Reconcile(groupCtx) })
 	log.Info("ready", "version", env.buildInfo().Version, "pid", os.Getpid(), "run_dir", o.runDir, "zds_socket", o.zdsSocket,
 		"bpffs", o.bpffs, "cgroup", o.cgroup, "adopted", datapath.Adopted(), "took", time.Since(start))
 	err = group.Wait()
 	log.Info("stopped: the dataplane works on, and pods stay enrolled")
 	return err
+}
+
+// addProbeAddrs puts the addresses that probes come from on the host's lo, if probes are to have an address of their own, and
+// takes off those that an earlier agent had other than these. undo removes what it has added to a new dataplane.
+func (o *agentOptions) addProbeAddrs(datapath *loader.Datapath) (probes hostprobe.Addrs, undo func() error, err error) {
+	before, err := datapath.Maps().Config()
+	if err != nil {
+		return probes, nil, err
+	}
+	if probeIdentities[o.probeIdentity.value] == maps.ProbeIdentitySNAT {
+		if probes, err = hostprobe.Add(o.probes); err != nil {
+			return probes, nil, fmt.Errorf("--host-probe-snat-ip %s, --host-probe-snat-ipv6 %s: %w", o.probes.V4, o.probes.V6, err)
+		}
+	}
+	var stale hostprobe.Addrs
+	if before.ProbeV4 != probes.V4 {
+		stale.V4 = before.ProbeV4
+	}
+	if before.ProbeV6 != probes.V6 {
+		stale.V6 = before.ProbeV6
+	}
+	undo = func() error {
+		if datapath.Adopted() {
+			return nil
+		}
+		return hostprobe.Remove(probes)
+	}
+	return probes, undo, hostprobe.Remove(stale)
 }
 
 // release gives the socket back: only Serve does that.

@@ -5,6 +5,7 @@ package app
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -102,6 +103,28 @@ func (p *pathFlag) Set(value string) error {
 	}
 	*p = pathFlag(abs)
 	return nil
+}
+
+// addrFlag is an IP address that parse accepts.
+type addrFlag struct {
+	addr  *netip.Addr
+	parse func(string) (netip.Addr, error)
+}
+
+func (a *addrFlag) String() string {
+	if a.addr == nil || !a.addr.IsValid() {
+		return ""
+	}
+	return a.addr.String()
+}
+
+// Type is what --help calls the value.
+func (a *addrFlag) Type() string { return "address" }
+
+// Set refuses what parse refuses.
+func (a *addrFlag) Set(value string) (err error) {
+	*a.addr, err = a.parse(value)
+	return err
 }
 
 func addPath(flags *pflag.FlagSet, p *string, name, value, usage string) {
