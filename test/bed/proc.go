@@ -43,6 +43,24 @@ type Proc struct {
 // is in a group beside it that nothing is attached to. The name is for messages and the log file. env is added to the
 // environment of the calling process. The process gets no terminal signals; Close kills it if it still runs.
 func (b *Bed) Start(ns *NS, cgroup bool, name string, argv, env []string) (*Proc, error) {
+	group := b.cgroupOther
+	if cgroup {
+		group = b.Cgroup
+	}
+	return b.StartIn(ns, group, name, argv, env)
+}
+
+// Group makes a cgroup below the bed's, "pods/a" with those above it, and returns its directory.
+func (b *Bed) Group(name string) (string, error) {
+	dir := filepath.Join(b.Cgroup, name)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", fmt.Errorf("make a cgroup: %w", err)
+	}
+	return dir, nil
+}
+
+// StartIn is Start with the cgroup that the process is to be in.
+func (b *Bed) StartIn(ns *NS, group, name string, argv, env []string) (*Proc, error) {
 	if len(argv) == 0 || ns == nil {
 		return nil, fmt.Errorf("start %s: it needs a program and a namespace", name)
 	}
@@ -50,10 +68,6 @@ func (b *Bed) Start(ns *NS, cgroup bool, name string, argv, env []string) (*Proc
 	defer b.mu.Unlock()
 	if b.closed {
 		return nil, errClosed
-	}
-	group := b.cgroupOther
-	if cgroup {
-		group = b.Cgroup
 	}
 	dir, err := os.Open(group)
 	if err != nil {
