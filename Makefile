@@ -67,6 +67,11 @@ race: root ## The same with the race detector
 bench: root ## Run the benchmarks on this machine's kernel (root)
 	go test -run='^$$' -bench=. -benchmem -timeout=30m $(TESTFLAGS) $(PKG)
 
+.PHONY: mutate
+mutate: root ## Take rules out one by one, and see a test fail for each (root, clang)
+	@hack/install-deps.sh generate
+	go run ./test/mutate $(MUTATEFLAGS)
+
 .PHONY: vmtest
 vmtest: vm-kernels ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=TestName PKG=./pkg/loader
 	go run ./test/vm/cmd/vmmatrix -kernels '$(KERNEL)' -packages '$(PKG)' -run '$(RUN)' -exclude '$(VM_EXCLUDE)' $(VMFLAGS)

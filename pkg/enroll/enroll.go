@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -71,6 +72,8 @@ type pod struct {
 	watch  *watch
 	// offered says that the proxy was asked to start anew for the pod, as its listeners could not be found.
 	offered bool
+	// shown is what Pod says of the pod without waiting for the mutex: what was so when it was last released. Nil: nothing.
+	shown atomic.Pointer[Pod]
 	// failing is the last failure to keep things as they should be, "" if the last try went well.
 	failing string
 }
@@ -120,6 +123,7 @@ func (e *Enroller) claim(uid string) *pod {
 
 func (e *Enroller) release(p *pod) {
 	enrolled := p.ns != nil
+	p.show()
 	p.mu.Unlock()
 	e.mu.Lock()
 	defer e.mu.Unlock()

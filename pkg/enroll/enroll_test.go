@@ -3,7 +3,9 @@
 package enroll_test
 
 import (
+	"context"
 	"errors"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -14,10 +16,12 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
+	"github.com/redirector-dataplane/redirector/pkg/zds/zdsapi"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
@@ -274,6 +278,64 @@ func TestAnAgentThatStartsTakesOver(t *testing.T) {
 	}
 	diff(t, before, snapshot(t, pod))
 	diff(t, beforeNameless, snapshot(t, nameless))
+}
+
+// A proxy that does not answer keeps an unenrol waiting, but not those who want to know what is so.
+func TestPodsAreListedWhileOneIsOnItsWayOut(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	n := agent.Start(t, b, nil)
+	pod := newPod(t, b, "pod", bed.PodOptions{})
+	if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
+		t.Fatal(err)
+	}
+	// A peer that says hello and takes the pod, and then nothing more.
+	mute, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: b.ZDSSocket, Net: "unixpacket"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mute.Close()
+	hello, err := proto.Marshal(&zdsapi.ZdsHello{Version: zdsapi.Version_V1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ack, err := proto.Marshal(&zdsapi.WorkloadResponse{Payload: &zdsapi.WorkloadResponse_Ack{Ack: &zdsapi.Ack{}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	say := func(message []byte) {
+		t.Helper()
+		if _, err := mute.Write(message); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hear := func() {
+		t.Helper()
+		if _, err := mute.Read(make([]byte, 1024)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	say(hello)
+	hear() // the add
+	say(ack)
+	hear() // the end of the snapshot
+	say(ack)
+	eventually(t, "the proxy has the pod", func() bool { p, err := n.Pod("uid-pod"); return err == nil && p.State == enroll.StateEnrolled })
+
+	done := make(chan error, 1)
+	go func() { done <- n.Unenroll(context.Background(), "uid-pod") }()
+	hear() // the del, which it does not answer
+	if pods, err := n.Pods(); err != nil || len(pods) != 1 {
+		t.Errorf("on its way out, the pods are %+v, %v", pods, err)
+	}
+	select {
+	case err := <-done:
+		t.Errorf("the unenrol did not wait: %v", err)
+	default:
+	}
+	_ = mute.Close()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
 }
 
 func TestCleanupLeavesNothing(t *testing.T) {

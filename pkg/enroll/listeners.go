@@ -52,16 +52,21 @@ func (e *Enroller) lacksListeners(uid string) (cookie uint64, lacks bool) {
 	if !ok || len(proxied.Acked) == 0 {
 		return 0, false
 	}
-	p := e.claim(uid)
-	defer e.release(p)
-	if p.ns == nil {
+	e.mu.Lock()
+	p := e.byUID[uid]
+	e.mu.Unlock()
+	if p == nil {
 		return 0, false
 	}
-	listeners, err := e.Datapath.Maps().Listeners(p.ns.Cookie())
+	shown := p.shown.Load()
+	if shown == nil {
+		return 0, false
+	}
+	listeners, err := e.Datapath.Maps().Listeners(shown.NetNSCookie)
 	if err != nil {
 		return 0, false
 	}
-	return p.ns.Cookie(), listeners[maps.PortOutbound] == 0 || listeners[maps.PortInbound] == 0
+	return shown.NetNSCookie, listeners[maps.PortOutbound] == 0 || listeners[maps.PortInbound] == 0
 }
 
 // offerAnew asks the proxy to leave the pod and take it again, once, so that it makes its listeners for it anew.

@@ -5,6 +5,7 @@ package enroll
 import (
 	"cmp"
 	"errors"
+	gomaps "maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -64,25 +65,36 @@ func (e *Enroller) Pods() ([]Pod, error) {
 // ErrNotEnrolled says that there is no such pod.
 var ErrNotEnrolled = errors.New("no such pod is enrolled")
 
-// Pod describes one enrolled pod; the error wraps ErrNotEnrolled if it is not.
-func (e *Enroller) Pod(uid string) (Pod, error) {
-	p := e.claim(uid)
-	defer e.release(p)
+// show notes for Pod what is so now. The mutex is held.
+func (p *pod) show() {
 	if p.ns == nil {
-		return Pod{}, ErrNotEnrolled
+		p.shown.Store(nil)
+		return
 	}
-	out := Pod{
+	p.shown.Store(&Pod{
 		Spec:        p.spec,
 		State:       StatePending,
 		Since:       p.since,
 		NetNSCookie: p.ns.Cookie(),
 		NetNSInode:  p.ns.Inode(),
-		Addresses:   make([]netip.Addr, 0, len(p.ownAddrs)),
+		Addresses:   slices.SortedFunc(gomaps.Keys(p.ownAddrs), netip.Addr.Compare),
+	})
+}
+
+// Pod describes one enrolled pod; the error wraps ErrNotEnrolled if it is not. It does not wait for work on the pod that is
+// under way.
+func (e *Enroller) Pod(uid string) (Pod, error) {
+	e.mu.Lock()
+	p := e.byUID[uid]
+	e.mu.Unlock()
+	if p == nil {
+		return Pod{}, ErrNotEnrolled
 	}
-	for addr := range p.ownAddrs {
-		out.Addresses = append(out.Addresses, addr)
+	shown := p.shown.Load()
+	if shown == nil {
+		return Pod{}, ErrNotEnrolled
 	}
-	slices.SortFunc(out.Addresses, netip.Addr.Compare)
+	out := *shown
 	if proxied, ok := e.Proxies.Pod(uid); ok {
 		out.Reason = proxied.LastError
 		if len(proxied.Acked) > 0 {
@@ -90,10 +102,10 @@ func (e *Enroller) Pod(uid string) (Pod, error) {
 		}
 	}
 	var err error
-	if out.Listeners, err = e.Datapath.Maps().Listeners(p.ns.Cookie()); err != nil {
+	if out.Listeners, err = e.Datapath.Maps().Listeners(out.NetNSCookie); err != nil {
 		return Pod{}, err
 	}
-	if out.Counters, err = e.Datapath.Maps().Counters(p.ns.Cookie()); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+	if out.Counters, err = e.Datapath.Maps().Counters(out.NetNSCookie); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return Pod{}, err
 	}
 	return out, nil

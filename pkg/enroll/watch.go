@@ -77,6 +77,7 @@ func (e *Enroller) resync(p *pod, w *watch) bool {
 		return false
 	}
 	e.repair(p)
+	p.show()
 	return true
 }
 

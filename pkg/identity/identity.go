@@ -238,7 +238,7 @@ func (i *Identity) warn(topic string, on bool, text string) {
 		return
 	}
 	if i.warnings[topic] != text {
-		i.opts.Log.Warn(text)
+		i.opts.Log.Warn("who is who on the node cannot be told as asked for", "why", text)
 	}
 	i.warnings[topic] = text
 }
