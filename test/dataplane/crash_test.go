@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
@@ -47,6 +48,9 @@ func TestTheAgentIsKilledUnderLoad(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
 	if err := b.JoinCgroup(); err != nil {
 		t.Fatal(err)
+	}
+	if err := loader.CheckFeatures(); err != nil {
+		t.Skip(err)
 	}
 	n := &node{Bed: b, t: t}
 	a := startAgent(t, b)

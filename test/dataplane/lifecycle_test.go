@@ -76,12 +76,12 @@ func startLoad(from *bed.NS, remote netip.AddrPort, clients int) *load {
 
 // exchange makes one connection and has something echoed.
 func exchange(from *bed.NS, remote netip.AddrPort) error {
-	c, err := from.Dial(context.Background(), bed.DialSpec{Remote: remote, Timeout: 10 * time.Second})
+	c, err := from.Dial(context.Background(), bed.DialSpec{Remote: remote, Timeout: patience})
 	if err != nil {
 		return err
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(patience))
 	if _, err := bed.ReadIdentity(c); err != nil {
 		return fmt.Errorf("read: %w", err)
 	}
@@ -169,7 +169,7 @@ func TestConnectionsFromBeforeEnrolmentGoOn(t *testing.T) {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { _ = c.Close() })
-			_ = c.SetDeadline(time.Now().Add(20 * time.Second))
+			_ = c.SetDeadline(time.Now().Add(2 * patience))
 			if _, err := bed.ReadIdentity(c); err != nil {
 				t.Fatal(err)
 			}

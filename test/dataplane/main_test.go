@@ -31,6 +31,14 @@ import (
 // The main thread stays where it is, for /proc/self to mean the host.
 func init() { runtime.LockOSThread() }
 
+// patience is how long what should happen may take before it counts as not happening. An emulated processor needs more.
+var patience = func() time.Duration {
+	if os.Getenv("VMTEST_IN_VM") != "" {
+		return time.Minute
+	}
+	return 10 * time.Second
+}()
+
 // roleVariable makes a process of the test binary something else.
 const roleVariable = "TEST_DATAPLANE_ROLE"
 
@@ -210,7 +218,7 @@ func (p *proxy) saw(pod *bed.NS, direction nodeproxy.Direction, source, destinat
 	p.t.Helper()
 	want := nodeproxy.Record{UID: "uid-" + pod.Name, Direction: direction, Source: source, OriginalDestination: destination}
 	var last []nodeproxy.Record
-	for deadline := time.Now().Add(3 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
 		last = p.connections()
 		for _, c := range last {
 			if c.UID == want.UID && c.Direction == direction && c.Source == source && c.OriginalDestination == destination {
@@ -233,7 +241,7 @@ func ask(t *testing.T, from *bed.NS, spec bed.DialSpec) (bed.Identity, netip.Add
 		return bed.Identity{}, netip.AddrPort{}
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(5 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(patience))
 	id, err := bed.ReadIdentity(c)
 	if err != nil {
 		t.Errorf("read from %s: %v", spec.Remote, err)
@@ -264,7 +272,7 @@ func askToTheEnd(t *testing.T, from *bed.NS, spec bed.DialSpec) {
 		return
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(5 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(patience))
 	if _, err := bed.ReadIdentity(c); err != nil {
 		t.Errorf("read from %s: %v", spec.Remote, err)
 	}
@@ -289,9 +297,9 @@ func blocked(t *testing.T, from *bed.NS, remote netip.AddrPort) {
 
 func eventually(t testing.TB, what string, so func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !so(); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); !so(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("not so after 10 s: %s", what)
+			t.Fatalf("not so after %v: %s", patience, what)
 		}
 	}
 }
