@@ -43,6 +43,11 @@ func TestMain(m *testing.M) {
 	if code, ok := playRole(); ok {
 		os.Exit(code)
 	}
+	// With the race detector, a process sleeps for a second when it ends. There are many here.
+	if err := os.Setenv("GORACE", "atexit_sleep_ms=0 "+os.Getenv("GORACE")); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
 	os.Exit(m.Run())
 }
 
