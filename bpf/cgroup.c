@@ -87,6 +87,11 @@ static __always_inline void note_probe(struct bpf_sock_addr *ctx, __u64 target)
 		verdict->probe_target = target;
 }
 
+static __always_inline bool addr_is_set(const struct in6_addr *a)
+{
+	return a->s6_addr32[0] | a->s6_addr32[1] | a->s6_addr32[2] | a->s6_addr32[3];
+}
+
 static __always_inline const struct node_config *host_config(struct bpf_sock_addr *ctx)
 {
 	return is_host(bpf_get_netns_cookie(ctx)) ? config_read() : NULL;
@@ -133,7 +138,7 @@ int redir_connect6(struct bpf_sock_addr *ctx)
 	if (target && cfg->probe_identity == PROBE_IDENTITY_SNAT) {
 		__builtin_memcpy(&source.sin6_addr, mapped ? cfg->probe_addr_v4 : cfg->probe_addr_v6,
 				 sizeof(source.sin6_addr));
-		if (!source.sin6_addr.s6_addr32[3] || bpf_bind(ctx, (struct sockaddr *)&source, sizeof(source)))
+		if (!addr_is_set(&source.sin6_addr) || bpf_bind(ctx, (struct sockaddr *)&source, sizeof(source)))
 			target = 0;
 	}
 	note_probe(ctx, target);

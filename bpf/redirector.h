@@ -202,6 +202,7 @@ struct pod_counters {
 	__u64 raw_bypass_refused;   /* setsockopt() calls that would have sent packets past the seal */
 	__u64 listeners_added;      /* proxy listeners that connections can be steered to */
 	__u64 listeners_rejected;   /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
+	__u64 unbound_listeners;    /* app listeners that were bound to a device, and are so no more */
 	__u64 marked_listeners;     /* app listeners with a mark of their own: proxied inbound connections fail there */
 };
 

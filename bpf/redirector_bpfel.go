@@ -118,6 +118,7 @@ type RedirectorPodCounters struct {
 	RawBypassRefused   uint64
 	ListenersAdded     uint64
 	ListenersRejected  uint64
+	UnboundListeners   uint64
 	MarkedListeners    uint64
 }
 

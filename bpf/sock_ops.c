@@ -162,6 +162,7 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 {
 	__u32 port = ctx->local_port;
 	struct listener_key key = {.netns_cookie = cookie, .port = port};
+	char none[1] = "";
 	int err = 0;
 	__u32 slot;
 
@@ -171,6 +172,9 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 		/* tcp_fwmark_accept does not reach a listener that has a mark: its answers will not find the proxy. */
 		if (sk->mark)
 			count(cookie, marked_listeners);
+		/* A listener bound to a device does not hear the proxy, which speaks over lo. Peers are kept off all the same. */
+		if (sk->bound_dev_if && sk->bound_dev_if != LOOPBACK_IFINDEX && !bind_to_device(ctx, none))
+			count(cookie, unbound_listeners);
 		return;
 	}
 	if (port != PORT_OUTBOUND && port != PORT_INBOUND && port != PORT_HBONE)

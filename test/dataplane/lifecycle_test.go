@@ -328,6 +328,25 @@ func TestAMarkedListenerIsCounted(t *testing.T) {
 	}
 }
 
+// An app that listens on one device only must still hear the proxy, which speaks to it over lo.
+func TestAListenerBoundToADeviceIsReached(t *testing.T) {
+	n := newNode(t)
+	p := n.startProxy()
+	pod := n.enrolledPod("pod")
+	n.serve(pod, 8080, bed.AppOptions{Listen: bed.ListenOptions{BindToDevice: pod.Link}})
+	n.serve(pod, 8081, bed.AppOptions{Listen: bed.ListenOptions{BindToDevice: "lo"}})
+	eachFamily(t, func(t *testing.T, family string) {
+		for _, port := range []uint16{8080, 8081} {
+			remote := netip.AddrPortFrom(addr(pod, family), port)
+			_, local := ask(t, n.Outside, bed.DialSpec{Remote: remote})
+			p.saw(pod, "inbound", local, remote)
+		}
+	})
+	if c := n.counters(pod); c.UnboundListeners != 1 {
+		t.Errorf("counters are %+v", c)
+	}
+}
+
 // Listeners of both families have slots of their own, and what cannot be steered to is counted.
 func TestListenerSlots(t *testing.T) {
 	n := newNode(t)
