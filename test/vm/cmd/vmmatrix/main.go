@@ -71,7 +71,7 @@ func parse() options {
 	flag.StringVar(&o.out, "out", "build/vmtest", "`folder` for test binaries, logs, results.json and results.md")
 	flag.IntVar(&o.parallel, "parallel", runtime.NumCPU(), "machines at once; each keeps one CPU busy")
 	flag.IntVar(&o.tail, "tail", 60, "`lines` of a failed test's output to show")
-	flag.DurationVar(&o.timeout, "timeout", 5*time.Minute, "how long the tests of one package may take")
+	flag.DurationVar(&o.timeout, "timeout", 10*time.Minute, "how long the tests of one package may take")
 	flag.Parse()
 	o.lines, o.packages, o.exclude = split(*lines), split(*packages), split(*exclude)
 	return o
