@@ -308,6 +308,40 @@ func TestAPodRemovedDuringASnapshotIsDeletedBeforeRemoveReturns(t *testing.T) {
 	s.states(t, StateReady)
 }
 
+func TestAnOlderProxyLeavesAPodThatWasRemovedAndSetAgain(t *testing.T) {
+	s := startServer(t, Options{})
+	ns := newNetNS(t)
+	s.set(t, "a", ns)
+	s.set(t, "b", ns)
+	old := dial(t, s.path)
+	old.hello()
+	for _, r := range []string{"add a", "add b", "snapshot sent"} {
+		old.expect(r)
+		old.answer("")
+	}
+	s.states(t, StateReady)
+	young := startProxy(t, s.path, nil)
+	s.states(t, StateReady, StateReady)
+
+	// a comes back before the older proxy could be told that it is gone.
+	removed := make(chan error, 2)
+	go func() { removed <- s.Remove(context.Background(), "b") }()
+	old.expect("del b")
+	go func() { removed <- s.Remove(context.Background(), "a") }()
+	young.expectRunning(map[string]fileID{})
+	s.set(t, "a", ns)
+	s.wait(t, "a")
+	old.answer("")
+	old.expect("del a")
+	old.answer("")
+	for range 2 {
+		if err := <-removed; err != nil {
+			t.Error(err)
+		}
+	}
+	young.expectRunning(map[string]fileID{"a": ns.id})
+}
+
 func TestRemoveOfAPodThatIsNotSetSucceeds(t *testing.T) {
 	s := startServer(t, Options{})
 	s.remove(t, "nobody")

@@ -82,7 +82,7 @@ func TestTheAgentIsKilledUnderLoad(t *testing.T) {
 				t.Fatal(err)
 			}
 			established = append(established, c)
-			loads = append(loads, startLoad(way[0], remote, 2))
+			loads = append(loads, startLoad(t, way[0], remote, 2))
 		}
 	}
 	still := func(when string) {

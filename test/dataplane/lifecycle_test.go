@@ -56,9 +56,13 @@ type load struct {
 	failures []error
 }
 
-func startLoad(from *bed.NS, remote netip.AddrPort, clients int) *load {
+func startLoad(t *testing.T, from *bed.NS, remote netip.AddrPort, clients int) *load {
 	ctx, cancel := context.WithCancel(context.Background())
 	l := &load{stop: cancel}
+	t.Cleanup(func() { // of a test that has failed before the load's end
+		l.stop()
+		l.group.Wait()
+	})
 	for range clients {
 		l.group.Go(func() {
 			for ctx.Err() == nil {
@@ -134,8 +138,8 @@ func TestAProxyTakesOverFromAnother(t *testing.T) {
 	var loads []*load
 	for _, family := range []string{"IPv4", "IPv6"} {
 		loads = append(loads,
-			startLoad(pod, netip.AddrPortFrom(addr(n.Outside, family), 8080), 4),
-			startLoad(n.Outside, netip.AddrPortFrom(addr(pod, family), 8080), 4))
+			startLoad(t, pod, netip.AddrPortFrom(addr(n.Outside, family), 8080), 4),
+			startLoad(t, n.Outside, netip.AddrPortFrom(addr(pod, family), 8080), 4))
 	}
 	for round := range 3 {
 		loads[0].waitFor(t, 50)

@@ -168,7 +168,7 @@ func newTestPod(t *testing.T) *testPod {
 	}
 	t.Cleanup(ns.close)
 
-	h, err := netlink.NewHandleAt(vnetns.NsHandle(fd))
+	h, err := netlink.NewHandleAt(vnetns.NsHandle(fd), unix.NETLINK_ROUTE)
 	if err != nil {
 		t.Fatal(err)
 	}

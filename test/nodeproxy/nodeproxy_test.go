@@ -44,48 +44,88 @@ func (n *testPod) steer(x *proxy, uid string) {
 		n.t.Fatal(err)
 	}
 	defer listeners.Close()
+	for i, dir := range []Direction{Outbound, Inbound} {
+		n.put(listeners, uint32(i), x, uid, dir)
+	}
+	const remotePort = 36 // in struct bpf_sk_lookup, big endian
+	n.attach(asm.Instructions{
+		asm.LoadMem(asm.R7, asm.R6, remotePort, asm.Half),
+		asm.HostTo(asm.BE, asm.R7, asm.Half),
+		asm.JLT.Imm(asm.R7, steerOutbound, "pass"),
+		asm.JGT.Imm(asm.R7, steerInbound, "pass"),
+		asm.Sub.Imm(asm.R7, steerOutbound),
+	}, listeners, "drop")
+}
+
+// newestFirst does what the dataplane does for PortHBONE when there are several
+// proxies: it passes all connections to the listener that point was last called
+// with, and none to others that share the port.
+func (n *testPod) newestFirst(uid string) (point func(*proxy)) {
+	n.t.Helper()
+	newest, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.SockMap, KeySize: 4, ValueSize: 8, MaxEntries: 1})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	n.t.Cleanup(func() { _ = newest.Close() })
+	const localPort = 60 // in struct bpf_sk_lookup, in the host's order
+	n.attach(asm.Instructions{
+		asm.LoadMem(asm.R7, asm.R6, localPort, asm.Word),
+		asm.JNE.Imm(asm.R7, PortHBONE, "pass"),
+		asm.Mov.Imm(asm.R7, 0),
+	}, newest, "pass")
+	return func(x *proxy) {
+		n.t.Helper()
+		n.put(newest, 0, x, uid, HBONE)
+	}
+}
+
+// put writes a proxy's listener into a map.
+func (n *testPod) put(m *ebpf.Map, key uint32, x *proxy, uid string, dir Direction) {
+	n.t.Helper()
 	x.mu.Lock()
 	p := x.pods[uid]
 	x.mu.Unlock()
-	for i, dir := range []Direction{Outbound, Inbound} {
-		raw, err := p.listeners[dir].SyscallConn()
-		if err != nil {
-			n.t.Fatal(err)
-		}
-		if ctlErr := raw.Control(func(fd uintptr) { err = listeners.Put(uint32(i), uint64(fd)) }); err != nil || ctlErr != nil {
-			n.t.Fatal(err, ctlErr)
-		}
+	raw, err := p.listeners[dir].SyscallConn()
+	if err != nil {
+		n.t.Fatal(err)
 	}
-	const remotePort = 36 // in struct bpf_sk_lookup, big endian
+	if ctlErr := raw.Control(func(fd uintptr) { err = m.Put(key, uint64(fd)) }); err != nil || ctlErr != nil {
+		n.t.Fatal(err, ctlErr)
+	}
+}
+
+// attach attaches an sk_lookup program to the pod. It assigns the listener whose key
+// the choice leaves in R7, with the context in R6; if there is none, it goes on at
+// the label.
+func (n *testPod) attach(choice asm.Instructions, listeners *ebpf.Map, ifNone string) {
+	n.t.Helper()
+	const noReuseport = 2 // BPF_SK_LOOKUP_F_NO_REUSEPORT
+	instructions := append(asm.Instructions{asm.Mov.Reg(asm.R6, asm.R1)}, choice...)
+	instructions = append(instructions,
+		asm.StoreMem(asm.RFP, -4, asm.R7, asm.Word),
+		asm.LoadMapPtr(asm.R1, listeners.FD()),
+		asm.Mov.Reg(asm.R2, asm.RFP),
+		asm.Add.Imm(asm.R2, -4),
+		asm.FnMapLookupElem.Call(),
+		asm.JEq.Imm(asm.R0, 0, ifNone),
+		asm.Mov.Reg(asm.R7, asm.R0),
+		asm.Mov.Reg(asm.R1, asm.R6),
+		asm.Mov.Reg(asm.R2, asm.R7),
+		asm.Mov.Imm(asm.R3, noReuseport),
+		asm.FnSkAssign.Call(),
+		asm.Mov.Reg(asm.R1, asm.R7),
+		asm.FnSkRelease.Call(),
+		asm.Mov.Imm(asm.R0, 1).WithSymbol("pass"),
+		asm.Return(),
+	)
+	if ifNone == "drop" {
+		instructions = append(instructions, asm.Mov.Imm(asm.R0, 0).WithSymbol("drop"), asm.Return())
+	}
 	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
-		Type:       ebpf.SkLookup,
-		AttachType: ebpf.AttachSkLookup,
-		License:    "Apache-2.0",
-		Instructions: asm.Instructions{
-			asm.Mov.Reg(asm.R6, asm.R1),
-			asm.LoadMem(asm.R7, asm.R6, remotePort, asm.Half),
-			asm.HostTo(asm.BE, asm.R7, asm.Half),
-			asm.JLT.Imm(asm.R7, steerOutbound, "pass"),
-			asm.JGT.Imm(asm.R7, steerInbound, "pass"),
-			asm.Sub.Imm(asm.R7, steerOutbound),
-			asm.StoreMem(asm.RFP, -4, asm.R7, asm.Word),
-			asm.LoadMapPtr(asm.R1, listeners.FD()),
-			asm.Mov.Reg(asm.R2, asm.RFP),
-			asm.Add.Imm(asm.R2, -4),
-			asm.FnMapLookupElem.Call(),
-			asm.JEq.Imm(asm.R0, 0, "drop"),
-			asm.Mov.Reg(asm.R7, asm.R0),
-			asm.Mov.Reg(asm.R1, asm.R6),
-			asm.Mov.Reg(asm.R2, asm.R7),
-			asm.Mov.Imm(asm.R3, 0),
-			asm.FnSkAssign.Call(),
-			asm.Mov.Reg(asm.R1, asm.R7),
-			asm.FnSkRelease.Call(),
-			asm.Mov.Imm(asm.R0, 1).WithSymbol("pass"),
-			asm.Return(),
-			asm.Mov.Imm(asm.R0, 0).WithSymbol("drop"),
-			asm.Return(),
-		},
+		Type:         ebpf.SkLookup,
+		AttachType:   ebpf.AttachSkLookup,
+		License:      "Apache-2.0",
+		Instructions: instructions,
 	})
 	if err != nil {
 		n.t.Fatalf("load the steering program: %+v", err)
@@ -583,11 +623,14 @@ func TestWhatIsNoPodsNamespaceIsRefused(t *testing.T) {
 }
 
 // Proxies are replaced one after the other, the next before the last is stopped,
-// while clients connect as fast as they can.
+// while clients connect as fast as they can. New connections go to the newest, so
+// what the last one has when it is stopped is in its queue or accepted.
 func TestNoConnectionIsLostWhenAProxyIsReplaced(t *testing.T) {
 	b := newBench(t, Config{})
 	b.serve(at(app4, 80), echo)
 	b.agent.ready(1)
+	point := b.newestFirst("a")
+	point(b.proxy.x)
 	var made atomic.Int64
 	stop := make(chan struct{})
 	var clients sync.WaitGroup
@@ -611,7 +654,8 @@ func TestNoConnectionIsLostWhenAProxyIsReplaced(t *testing.T) {
 	for range 10 {
 		next := startProxy(t, b.agent, Config{})
 		b.agent.ready(2)
-		// Both have some of the connections.
+		point(next.x)
+		// Handshakes that the last one began are over then.
 		for enough := made.Load() + 50; made.Load() < enough && !t.Failed(); {
 			time.Sleep(time.Millisecond)
 		}
