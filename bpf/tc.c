@@ -206,8 +206,11 @@ int redir_seal_pkt(struct __sk_buff *skb)
 		count(cookie, seal_dropped);
 		return TC_ACT_SHOT;
 	}
-	/* The kernel makes a syncookie's SYN-ACK without a socket, but with its listener's mark. */
-	if ((skb->mark & MARK_MASK) == MARK_PROXY && !skb->sk)
+	/*
+	 * The kernel makes a syncookie's SYN-ACK without a socket, but with its listener's mark. What is forwarded has no socket
+	 * either, but comes from somewhere.
+	 */
+	if ((skb->mark & MARK_MASK) == MARK_PROXY && !skb->sk && !skb->ingress_ifindex)
 		return TC_ACT_UNSPEC;
 	if (answer_is_admitted(skb, cookie, &p))
 		return TC_ACT_UNSPEC;

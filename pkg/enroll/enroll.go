@@ -166,6 +166,8 @@ func (e *Enroller) capture(spec Spec) error {
 type leftovers struct {
 	ownAddrs map[netip.Addr]int
 	probed   map[netip.Addr]bool
+	// captured says that the pod was captured when that agent ended.
+	captured bool
 }
 
 // captureIn is capture in an open namespace, which is closed unless it is kept for the pod.
@@ -193,6 +195,11 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		return errors.Join(err, ns.Close())
 	}
 	p.ns, p.spec, p.ownAddrs, p.probed, p.since = ns, spec, left.ownAddrs, left.probed, since
+	if left.captured {
+		// An address that is not in the map as the pod's has become another's: it is not new for this one.
+		p.probed = p.probeAddrs()
+		gomaps.Copy(p.probed, left.probed)
+	}
 	if err := e.apply(p); err != nil {
 		e.leave(p)
 		p.ns, p.ownAddrs, p.probed = nil, nil, nil
@@ -251,6 +258,15 @@ func (e *Enroller) apply(p *pod) (err error) {
 		}
 	}()
 
+	// Before anything is looked at: what changes from then on is not missed.
+	step("watch", func() (func() error, error) {
+		if p.watch != nil {
+			return nil, nil
+		}
+		var err error
+		p.watch, err = e.startWatch(p)
+		return func() error { p.stopWatch(); return nil }, err
+	})
 	var n *podNet
 	step("open", func() (func() error, error) {
 		n, err = openPodNet(p.ns)
@@ -295,14 +311,6 @@ func (e *Enroller) apply(p *pod) (err error) {
 			return nil, err
 		}
 		return func() error { return e.Datapath.DetachSteer(p.uid) }, nil
-	})
-	step("watch", func() (func() error, error) {
-		if p.watch != nil {
-			return nil, nil
-		}
-		var err error
-		p.watch, err = e.startWatch(p)
-		return func() error { p.stopWatch(); return nil }, err
 	})
 	step("map entry", func() (func() error, error) {
 		entry := maps.Pod{UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Restore: known.Restore}
@@ -381,28 +389,39 @@ func (e *Enroller) applyOwnAddrs(p *pod, n *podNet) (undo func() error, err erro
 	return undos.run, nil
 }
 
-// applyProbeTargets makes the map hold the addresses under which probes may come: those that the pod is known by, or if
-// there are none, all of its own that others can reach. An address that another pod has taken meanwhile stays that one's.
-func (e *Enroller) applyProbeTargets(p *pod) (undo func() error, err error) {
-	m := e.Datapath.Maps()
-	want := map[netip.Addr]bool{}
+// probeAddrs are the addresses under which probes may come: those that the pod is known by, or if there are none, all of its
+// own that others can reach.
+func (p *pod) probeAddrs() map[netip.Addr]bool {
+	addrs := map[netip.Addr]bool{}
 	for _, ip := range p.spec.IPs {
-		want[ip.Unmap()] = true
+		addrs[ip.Unmap()] = true
 	}
-	if len(want) == 0 {
+	if len(addrs) == 0 {
 		for addr := range p.ownAddrs {
 			if addr.IsGlobalUnicast() {
-				want[addr] = true
+				addrs[addr] = true
 			}
 		}
 	}
+	return addrs
+}
+
+// applyProbeTargets makes the map hold the addresses under which probes may come. An address that is new for the pod becomes
+// the pod's. One that another pod has taken since stays that one's for as long as it has it.
+func (e *Enroller) applyProbeTargets(p *pod) (undo func() error, err error) {
+	m := e.Datapath.Maps()
+	want := p.probeAddrs()
+	target := maps.ProbeTarget{NetNSCookie: p.ns.Cookie(), UID: p.uid}
 	before := p.probed
 	var undos undoList
 	for addr := range want {
 		if before[addr] {
+			if err := m.KeepProbeTarget(addr, target); err != nil {
+				return nil, errors.Join(err, undos.run())
+			}
 			continue
 		}
-		if err := m.PutProbeTarget(addr, maps.ProbeTarget{NetNSCookie: p.ns.Cookie(), UID: p.uid}); err != nil {
+		if err := m.PutProbeTarget(addr, target); err != nil {
 			return nil, errors.Join(err, undos.run())
 		}
 		undos.add(func() error { return m.DeleteProbeTarget(addr, p.uid) })
@@ -465,7 +484,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 		e.Log.Warn("a proxy has not confirmed that it left the pod", "pod", p.spec.String(), "uid", p.uid, "error", err)
 	}
 	p.stopWatch()
-	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{p.ownAddrs, p.probed}); err != nil {
+	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed}); err != nil {
 		return err
 	}
 	if err := e.removeState(p.uid); err != nil {

@@ -226,17 +226,10 @@ func (n *podNet) setSysctls() (changed maps.Restore, err error) {
 			if s.name == sysctlFwmarkReflectV6 && !n.ipv6 {
 				continue
 			}
-			value, err := readSysctl(s.name)
-			if err != nil {
+			var err error
+			if *s.changed, err = switchOn(s.name); err != nil {
 				return err
 			}
-			if value != "0" {
-				continue
-			}
-			if err := writeSysctl(s.name, "1"); err != nil {
-				return err
-			}
-			*s.changed = true
 		}
 		return nil
 	})
@@ -263,6 +256,27 @@ func (n *podNet) restoreSysctls(r maps.Restore) error {
 		}
 		return errors.Join(errs...)
 	})
+}
+
+// switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was.
+func switchOn(name string) (changed bool, err error) {
+	f, err := os.OpenFile("/proc/sys/"+name, os.O_RDWR, 0)
+	if err != nil {
+		return false, fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
+	}
+	defer f.Close()
+	var value [8]byte
+	n, err := f.Read(value[:])
+	if err != nil {
+		return false, fmt.Errorf("read a sysctl: %w", err)
+	}
+	if strings.TrimSpace(string(value[:n])) != "0" {
+		return false, nil
+	}
+	if _, err := f.WriteAt([]byte("1"), 0); err != nil {
+		return false, fmt.Errorf("set a sysctl: %w", err)
+	}
+	return true, nil
 }
 
 // readSysctl and writeSysctl act on the network namespace of the calling thread.

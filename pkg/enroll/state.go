@@ -184,7 +184,7 @@ func (e *Enroller) leftovers() (func(cookie uint64, uid string) leftovers, error
 		}
 		probed[target.UID][addr] = true
 	}
-	return func(cookie uint64, uid string) leftovers { return leftovers{addrs[cookie], probed[uid]} }, nil
+	return func(cookie uint64, uid string) leftovers { return leftovers{addrs[cookie], probed[uid], true} }, nil
 }
 
 // findNetNS opens a network namespace that is known by its numbers; path is where it used to be.

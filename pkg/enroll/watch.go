@@ -17,8 +17,12 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
 
-// settle is how long a burst of changes may go on before they are looked at together: a new interface comes with several.
-const settle = 10 * time.Millisecond
+// A burst of changes is looked at when it has paused for the time of settle, for a new interface comes with several; but no
+// later than burst after it began, for a pod can make one that never pauses.
+const (
+	settle = 10 * time.Millisecond
+	burst  = 10 * settle
+)
 
 // watch tells of changes in one pod's network namespace. It costs a file descriptor and a sleeping goroutine.
 type watch struct {
@@ -52,13 +56,13 @@ func (e *Enroller) follow(p *pod, w *watch) {
 	for {
 		// What has changed is not read from the message: it may be out of date, and messages may have been lost.
 		_, err := w.conn.Receive()
-		for err == nil {
+		for end := time.Now().Add(burst); err == nil && time.Now().Before(end); {
 			if err = w.conn.SetReadDeadline(time.Now().Add(settle)); err == nil {
 				_, err = w.conn.Receive()
 			}
 		}
 		switch {
-		case errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, unix.ENOBUFS):
+		case err == nil, errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, unix.ENOBUFS):
 		default:
 			return // closed
 		}

@@ -40,7 +40,7 @@ func (d *Datapath) OthersAtWork() (bool, error) {
 
 // HasSealed says whether the interface has a seal of this dataplane, and not of another one. d may be nil, for none.
 func (d *Datapath) HasSealed(handle *netlink.Handle, l netlink.Link) (bool, error) {
-	found, err := seals(handle, l)
+	found, _, err := seals(handle, l)
 	if err != nil {
 		return false, err
 	}

@@ -103,12 +103,19 @@ func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link)
 	existed := errors.Is(err, unix.EEXIST)
 	if existed {
 		handleID = sealOnForeignQdisc
-		old, err := seals(handle, l)
+		old, first, err := seals(handle, l)
 		if err != nil {
 			return err
 		}
 		for _, filter := range old {
 			handleID = filter.Attrs().Handle
+			if first {
+				continue
+			}
+			// Replaced, it would stay behind the other. Of filters with one priority, the newest is asked first.
+			if err := handle.FilterDel(filter); err != nil && !errors.Is(err, unix.ENOENT) {
+				return fmt.Errorf("move the seal of %s before other filters: %w", attrs.Name, err)
+			}
 		}
 	} else if err != nil {
 		return fmt.Errorf("add a clsact qdisc to %s: %w", attrs.Name, err)
@@ -135,16 +142,16 @@ func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link)
 	return err
 }
 
-// Sealed says whether the interface has its seal.
+// Sealed says whether the interface has its seal, and no filter before it, which could keep it from being asked.
 func Sealed(handle *netlink.Handle, l netlink.Link) (bool, error) {
-	found, err := seals(handle, l)
-	return len(found) > 0, err
+	found, first, err := seals(handle, l)
+	return len(found) > 0 && first, err
 }
 
 // Unseal removes the seal from an interface, and the qdisc if Seal made it and nobody else uses it. That there is none is
 // no error.
 func Unseal(handle *netlink.Handle, l netlink.Link) error {
-	found, err := seals(handle, l)
+	found, _, err := seals(handle, l)
 	if err != nil {
 		return err
 	}
@@ -169,19 +176,19 @@ func Unseal(handle *netlink.Handle, l netlink.Link) error {
 	return nil
 }
 
-// seals lists our filters on the interface.
-func seals(handle *netlink.Handle, l netlink.Link) ([]netlink.Filter, error) {
+// seals lists our filters on the interface, and says whether one is the first of all there.
+func seals(handle *netlink.Handle, l netlink.Link) (found []netlink.Filter, first bool, err error) {
 	filters, err := handle.FilterList(l, netlink.HANDLE_MIN_EGRESS)
 	if err != nil {
-		return nil, fmt.Errorf("list the filters of %s: %w", l.Attrs().Name, err)
+		return nil, false, fmt.Errorf("list the filters of %s: %w", l.Attrs().Name, err)
 	}
-	var found []netlink.Filter
-	for _, filter := range filters {
+	for i, filter := range filters {
 		if f, ok := filter.(*netlink.BpfFilter); ok && f.Name == bpf.RedirectorProgRedirSeal {
 			found = append(found, f)
+			first = first || i == 0
 		}
 	}
-	return found, nil
+	return found, first, nil
 }
 
 func clsactUsed(handle *netlink.Handle, l netlink.Link) (bool, error) {

@@ -9,7 +9,7 @@
 //	admitted          the sock_ops program
 //	probe_targets     user space; programs read
 //	config, cgroups   user space; programs read
-//	sockets           the cgroup programs
+//	sockets           the cgroup programs; user space, for what the proxy had before these were there
 package maps
 
 import (
@@ -228,6 +228,14 @@ func (m *Maps) PutListener(cookie uint64, port uint16, ipv6 bool, fd int) error 
 	return nil
 }
 
+// NoteProxySocket has a socket count as made by the proxy, as the cgroup program does for those that it sees made.
+func (m *Maps) NoteProxySocket(fd int) error {
+	if err := m.RedirectorMaps.Sockets.Put(int32(fd), bpf.RedirectorSocketVerdict{ByProxy: 1}); err != nil {
+		return fmt.Errorf("map sockets: note a socket of the proxy: %w", explain(err))
+	}
+	return nil
+}
+
 // DeleteListeners takes the pod's listeners out of the map; the sockets themselves are not touched.
 func (m *Maps) DeleteListeners(cookie uint64) error {
 	return eachListener(cookie, func(key bpf.RedirectorListenerKey) error {
@@ -336,9 +344,19 @@ type ProbeTarget struct {
 
 // PutProbeTarget makes the pod the owner of the address, whoever had it before.
 func (m *Maps) PutProbeTarget(addr netip.Addr, target ProbeTarget) error {
+	return m.putProbeTarget(addr, target, ebpf.UpdateAny)
+}
+
+// KeepProbeTarget makes the pod the owner of the address if nobody is.
+func (m *Maps) KeepProbeTarget(addr netip.Addr, target ProbeTarget) error {
+	return m.putProbeTarget(addr, target, ebpf.UpdateNoExist)
+}
+
+func (m *Maps) putProbeTarget(addr netip.Addr, target ProbeTarget, flags ebpf.MapUpdateFlags) error {
 	value := bpf.RedirectorProbeTarget{NetnsCookie: target.NetNSCookie}
 	putString(value.Uid[:], target.UID)
-	if err := m.RedirectorMaps.ProbeTargets.Put(bpf.RedirectorProbeTargetKey{Addr: addr.As16()}, value); err != nil {
+	err := m.RedirectorMaps.ProbeTargets.Update(bpf.RedirectorProbeTargetKey{Addr: addr.As16()}, value, flags)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
 		return fmt.Errorf("map probe_targets: put %s: %w", addr, explain(err))
 	}
 	return nil

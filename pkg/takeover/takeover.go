@@ -8,6 +8,7 @@ package takeover
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -43,8 +44,12 @@ func Listeners(m *maps.Maps, pid int, cookies map[uint64]bool) (map[uint64]int, 
 	var errs []error
 	for _, file := range files {
 		// Most are connections, and not to be opened one by one if it can be told before: it cannot, but for what is no socket.
-		if target, err := os.Readlink(filepath.Join(dir, file.Name())); err != nil || !strings.HasPrefix(target, "socket:") {
-			continue
+		target, err := os.Readlink(filepath.Join(dir, file.Name()))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return found, fmt.Errorf("look at a file of process %d (needs CAP_SYS_PTRACE): %w", pid, err)
+		}
+		if !strings.HasPrefix(target, "socket:") {
+			continue // or closed meanwhile
 		}
 		number, err := strconv.Atoi(file.Name())
 		if err != nil {
@@ -109,6 +114,10 @@ func adopt(m *maps.Maps, fd int, cookies map[uint64]bool) (uint64, error) {
 	case maps.PortInbound, maps.PortHBONE:
 	default:
 		return 0, nil
+	}
+	// First, or the seal drops its answers to what is steered to it.
+	if err := m.NoteProxySocket(fd); err != nil {
+		return 0, err
 	}
 	return cookie, m.PutListener(cookie, uint16(port), ipv6, fd)
 }

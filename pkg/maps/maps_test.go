@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package maps_test
+
+import (
+	"errors"
+	"fmt"
+	gomaps "maps"
+	"net/netip"
+	"runtime"
+	"strings"
+	"testing"
+
+	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/test/bed"
+)
+
+// The main thread stays where it is, for /proc/self to mean the host.
+func init() { runtime.LockOSThread() }
+
+// open returns the maps of a dataplane of the test's own.
+func open(t *testing.T) *maps.Maps {
+	t.Helper()
+	b := bed.ForTest(t, bed.Options{})
+	d, err := loader.Open(loader.Options{BPFFS: b.BPFFS, Cgroup: b.Cgroup})
+	if _, lacks := errors.AsType[*loader.FeatureError](err); lacks {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return d.Maps()
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func wantTargets(t *testing.T, m *maps.Maps, want map[netip.Addr]maps.ProbeTarget) {
+	t.Helper()
+	got, err := m.ProbeTargets()
+	if err != nil || !gomaps.Equal(got, want) {
+		t.Errorf("the targets are %v, %v; want %v", got, err, want)
+	}
+}
+
+func TestAProbeTargetBelongsToThePodThatTookItLast(t *testing.T) {
+	m := open(t)
+	old, young := maps.ProbeTarget{NetNSCookie: 1, UID: "old"}, maps.ProbeTarget{NetNSCookie: 2, UID: "young"}
+	for _, a := range []netip.Addr{netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("fd00::1")} {
+		only := func(owner maps.ProbeTarget) map[netip.Addr]maps.ProbeTarget {
+			return map[netip.Addr]maps.ProbeTarget{a: owner}
+		}
+		must(t, m.PutProbeTarget(a, old))
+		wantTargets(t, m, only(old))
+		must(t, m.DeleteProbeTarget(a, "young")) // not yet its own
+		wantTargets(t, m, only(old))
+
+		must(t, m.PutProbeTarget(a, young))
+		wantTargets(t, m, only(young))
+		must(t, m.KeepProbeTarget(a, old)) // it is another's by now
+		wantTargets(t, m, only(young))
+		must(t, m.DeleteProbeTarget(a, "old"))
+		wantTargets(t, m, only(young))
+
+		must(t, m.DeleteProbeTarget(a, "young"))
+		wantTargets(t, m, nil)
+		must(t, m.DeleteProbeTarget(a, "young"))
+		must(t, m.KeepProbeTarget(a, old)) // nobody's
+		wantTargets(t, m, only(old))
+		must(t, m.DeleteProbeTarget(a, "old"))
+		wantTargets(t, m, nil)
+	}
+}
+
+// The owner is told by the whole UID, up to the longest that there is.
+func TestUIDsThatAreNearlyTheSame(t *testing.T) {
+	m := open(t)
+	a := netip.MustParseAddr("10.0.0.1")
+	long := strings.Repeat("u", maps.UIDMax)
+	for _, c := range [][2]string{{long, long[1:]}, {long[1:], long}, {"pod-1", "pod-10"}, {"pod-10", "pod-1"}, {"pod", "POD"}} {
+		owner := maps.ProbeTarget{NetNSCookie: 1, UID: c[0]}
+		must(t, m.PutProbeTarget(a, owner))
+		must(t, m.DeleteProbeTarget(a, c[1]))
+		wantTargets(t, m, map[netip.Addr]maps.ProbeTarget{a: owner})
+		must(t, m.DeleteProbeTarget(a, c[0]))
+		wantTargets(t, m, nil)
+	}
+}
+
+// An IPv4 address and its v4-mapped form are one address of one pod.
+func TestAV4MappedAddressIsTheIPv4Address(t *testing.T) {
+	m := open(t)
+	owner := maps.ProbeTarget{NetNSCookie: 1, UID: "pod"}
+	v4, mapped := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("::ffff:10.0.0.1")
+	must(t, m.PutProbeTarget(mapped, owner))
+	wantTargets(t, m, map[netip.Addr]maps.ProbeTarget{v4: owner})
+	must(t, m.DeleteProbeTarget(v4, "pod"))
+	wantTargets(t, m, nil)
+}
+
+func TestTheConfigComesBackAsItWasPut(t *testing.T) {
+	m := open(t)
+	if c, err := m.Config(); err != nil || c != (maps.Config{}) {
+		t.Errorf("of a new dataplane it is %+v, %v", c, err)
+	}
+	for _, c := range []maps.Config{
+		{
+			HostNetNSCookie: 1<<63 + 1,
+			ProbeSource:     maps.ProbeSourceKubelet,
+			ProbeIdentity:   maps.ProbeIdentityFlow,
+			ProxyIdentity:   maps.ProxyIdentityMark,
+			ProbeV4:         netip.MustParseAddr("169.254.7.127"),
+			ProbeV6:         netip.MustParseAddr("fd00:7::"),
+		},
+		{ProbeSource: maps.ProbeSourceHost, ProbeV6: netip.MustParseAddr("::7")},
+		{ProbeV4: netip.MustParseAddr("0.0.0.7")},
+		{},
+	} {
+		must(t, m.SetConfig(c))
+		if got, err := m.Config(); err != nil || got != c {
+			t.Errorf("the config is %+v, %v; want %+v", got, err, c)
+		}
+	}
+}
+
+func TestCgroupRoles(t *testing.T) {
+	m := open(t)
+	want := map[uint64]maps.CgroupRole{1: maps.CgroupPods, 1<<40 + 1: maps.CgroupProxy, 3: maps.CgroupKubelet}
+	for id, role := range want {
+		must(t, m.PutCgroup(id, role))
+	}
+	if got, err := m.Cgroups(); err != nil || !gomaps.Equal(got, want) {
+		t.Errorf("the roles are %v, %v; want %v", got, err, want)
+	}
+	must(t, m.PutCgroup(1, maps.CgroupProxy))
+	must(t, m.DeleteCgroup(3))
+	must(t, m.DeleteCgroup(3))
+	want = map[uint64]maps.CgroupRole{1: maps.CgroupProxy, 1<<40 + 1: maps.CgroupProxy}
+	if got, err := m.Cgroups(); err != nil || !gomaps.Equal(got, want) {
+		t.Errorf("the roles are %v, %v; want %v", got, err, want)
+	}
+}
+
+func TestAFullMapSaysSo(t *testing.T) {
+	m := open(t)
+	limit := m.RedirectorMaps.Cgroups.MaxEntries()
+	for id := range uint64(limit) {
+		must(t, m.PutCgroup(id+1, maps.CgroupPods))
+	}
+	err := m.PutCgroup(uint64(limit)+1, maps.CgroupPods)
+	if err == nil || !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), fmt.Sprint(limit+1)) {
+		t.Errorf("the entry after the last gets %v", err)
+	}
+}
