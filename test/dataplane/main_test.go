@@ -54,6 +54,13 @@ func TestMain(m *testing.M) {
 		}))
 	case "client":
 		os.Exit(client(os.Args[1]))
+	case "prober":
+		os.Exit(prober(os.Args[1:]))
+	case "evade":
+		os.Exit(evade(os.Args[1:]))
+	case untraced:
+		fmt.Fprintln(os.Stderr, dropPtrace())
+		os.Exit(2)
 	default:
 		fmt.Fprintf(os.Stderr, "unknown role %q\n", role)
 		os.Exit(2)
