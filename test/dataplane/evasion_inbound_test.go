@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"net/netip"
 	"os"
+	"slices"
 	"testing"
 	"time"
 
@@ -195,15 +196,7 @@ func addressAgain(t *testing.T, a *attempt) *bed.App {
 	}
 	known := func(want bool) func() bool {
 		return func() bool {
-			if !a.enrolled {
-				return true
-			}
-			for _, own := range a.podStatus(t, a.pod).Addresses {
-				if own == ip {
-					return want
-				}
-			}
-			return !want
+			return !a.enrolled || slices.Contains(a.podStatus(t, a.pod).Addresses, ip) == want
 		}
 	}
 	eventually(t, "the agent knows that the address is gone", known(false))

@@ -6,10 +6,12 @@ import (
 	"context"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
@@ -239,4 +241,92 @@ func udpSocket(t *testing.T, ns *bed.NS, at netip.AddrPort) (fd int) {
 		t.Fatal(err)
 	}
 	return fd
+}
+
+// Of several listeners on one port the newest gets every connection: an older one may be about to close.
+func TestTheNewestListenerGetsAll(t *testing.T) {
+	n := newNode(t)
+	pod := n.enrolledPod("pod")
+	older, newer := proxyListener(t, pod, 15001), proxyListener(t, pod, 15001)
+	eachFamily(t, func(t *testing.T, family string) {
+		for range 8 {
+			dial(t, pod, bed.DialSpec{Remote: netip.AddrPortFrom(addr(n.Outside, family), evasionPort)})
+			accept(t, newer)
+		}
+	})
+	_ = older.SetDeadline(time.Now().Add(10 * time.Millisecond))
+	if c, err := older.Accept(); err == nil {
+		_ = c.Close()
+		t.Error("the older listener has accepted a connection")
+	}
+}
+
+// The upper bits of a mark are others', the proxy's mark is the lower twelve.
+func TestAProxyMayHaveUpperBitsInItsMark(t *testing.T) {
+	n := newNode(t)
+	pod := n.enrolledPod("pod")
+	n.serve(n.Outside, evasionPort, bed.AppOptions{})
+	eachFamily(t, func(t *testing.T, family string) {
+		ask(t, pod, bed.DialSpec{Remote: netip.AddrPortFrom(addr(n.Outside, family), evasionPort), Mark: 0xabcd0539})
+	})
+	if c := n.counters(pod); c.ProxyOutbound != 2 || c.OutboundCaptured > 0 {
+		t.Errorf("counters are %+v", c)
+	}
+}
+
+// The proxy may speak to an app of the pod as the pod itself, not as a client.
+func TestTheProxyMaySpeakAsThePod(t *testing.T) {
+	n := newNode(t)
+	pod := n.enrolledPod("pod")
+	n.serve(pod, evasionPort, bed.AppOptions{})
+	eachFamily(t, func(t *testing.T, family string) {
+		id, local := ask(t, pod, bed.DialSpec{Remote: netip.AddrPortFrom(addr(pod, family), evasionPort), Mark: 0x539})
+		if id.Peer != local || local.Addr() != addr(pod, family) {
+			t.Errorf("the app sees %s, the proxy is %s", id.Peer, local)
+		}
+	})
+	if c := n.counters(pod); c.OwnAddress != 2 || c.ProxyToApp > 0 {
+		t.Errorf("counters are %+v", c)
+	}
+}
+
+// A group with another role, which the pods' own is, makes nobody a proxy.
+func TestWhoIsInThePodsCgroupItselfIsNoProxy(t *testing.T) {
+	s := newEvasionStage(t)
+	s.startNodeProxy()
+	s.joinGroup("kubepods")
+	eachFamily(t, func(t *testing.T, family string) {
+		s.t = t
+		s.run(t, evasion{try: func(t *testing.T, a *attempt) {
+			a.open(t, a.pod, marked(0x539))
+			a.connect()
+		}, proxied: true, counter: "foreign_marks"}, family)
+	})
+}
+
+// An address that was the pod's and is no more is like any other.
+func TestAnAddressThatIsGoneIsNotThePods(t *testing.T) {
+	s := newEvasionStage(t)
+	s.startNodeProxy()
+	eachFamily(t, func(t *testing.T, family string) {
+		s.t = t
+		a := s.newAttempt(t, family)
+		s.enrolPod(t, a.pod)
+		h, err := a.pod.Handle()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer h.Close()
+		known := func() bool { return slices.Contains(s.podStatus(t, a.pod).Addresses, a.remote.Addr()) }
+		claim(t, h, a.remote.Addr())
+		eventually(t, "the agent knows the address", known)
+		if err := h.AddrDel(linkOf(t, a.pod, "lo"), &netlink.Addr{IPNet: hostNet(a.remote.Addr())}); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the agent knows that it is gone", func() bool { return !known() })
+		_, local := ask(t, a.pod, bed.DialSpec{Remote: a.remote, Timeout: 3 * time.Second})
+		p := *s.proxy
+		p.t = t
+		p.saw(a.pod, "outbound", local, a.remote)
+	})
 }

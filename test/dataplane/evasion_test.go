@@ -91,8 +91,8 @@ func newEvasionStage(t *testing.T) *evasionStage {
 		t.Fatal(err)
 	}
 	s := &evasionStage{node: &node{Bed: b, t: t}, ports: 20000}
+	s.joinGroup("kubepods/podX") // first, for the agent to find the pods' group at once
 	s.startAgent()
-	s.joinGroup("kubepods/podX")
 	s.outside = s.serve(b.Outside, evasionPort, bed.AppOptions{})
 	s.wire = packetSocket(t, b.Node, 0, unix.ETH_P_ALL)
 	if err := unix.SetsockoptTimeval(s.wire, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 1}); err != nil {
