@@ -274,10 +274,10 @@ struct {
 	__type(value, struct cgroup_value);
 } cgroups SEC(".maps");
 
-/* Goes with the socket. */
+/* Goes with the socket. What the proxy's listeners accept inherits their note: a Fast Open SYN-ACK is of such a socket. */
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(map_flags, BPF_F_NO_PREALLOC | BPF_F_CLONE);
 	__type(key, int);
 	__type(value, struct socket_verdict);
 } sockets SEC(".maps");

@@ -111,6 +111,10 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 	if (addr_is_own(cookie, &src))
 		return is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;
 
+	/* The pod's by a route only, or not yet known. The proxy's connection to it would leave the pod, and come here again. */
+	if (!addr_is_own(cookie, &dst))
+		return TO_NOBODY;
+
 	/* From a process of the host that may. */
 	__builtin_memcpy(flow.src, src.bytes, sizeof(flow.src));
 	__builtin_memcpy(flow.dst, dst.bytes, sizeof(flow.dst));

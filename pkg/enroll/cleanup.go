@@ -10,7 +10,6 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
-	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
@@ -22,7 +21,11 @@ func Cleanup(bpffs, stateDir string) error {
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	errs, err := leaveAll(datapath)
+	saved, unread, err := readStates(stateDir)
+	if err != nil {
+		return errors.Join(err, closeIf(datapath))
+	}
+	errs, err := leaveAll(datapath, saved)
 	if datapath != nil {
 		errs = append(errs, leaveHost(datapath))
 		err = errors.Join(err, datapath.Close())
@@ -31,13 +34,29 @@ func Cleanup(bpffs, stateDir string) error {
 		return err
 	}
 	errs = append(errs, loader.Unload(bpffs))
+	if err := errors.Join(errs...); err != nil {
+		return err // with the notes still there, for another try
+	}
 
-	files, err := filepath.Glob(filepath.Join(stateDir, "*"+stateSuffix))
-	errs = append(errs, err)
-	for _, file := range files {
-		errs = append(errs, os.Remove(file))
+	// And those that were being written when an agent was killed.
+	for _, pattern := range []string{"*" + stateSuffix, ".*" + stateSuffix + "*"} {
+		files, err := filepath.Glob(filepath.Join(stateDir, pattern))
+		errs = append(errs, err)
+		for _, file := range files {
+			errs = append(errs, os.Remove(file))
+		}
+	}
+	if len(unread) > 0 {
+		errs = append(errs, fmt.Errorf("of some pods it was not known what to restore: look at their sysctls tcp_fwmark_accept and fwmark_reflect: %w", errors.Join(unread...)))
 	}
 	return errors.Join(errs...)
+}
+
+func closeIf(datapath *loader.Datapath) error {
+	if datapath == nil {
+		return nil
+	}
+	return datapath.Close()
 }
 
 // leaveHost takes the addresses that probes come from off the host's lo.
@@ -51,19 +70,24 @@ func leaveHost(datapath *loader.Datapath) error {
 
 // leaveAll takes the dataplane, which may be nil, out of all network namespaces. It returns what went wrong in single ones,
 // and what kept it from looking at them at all.
-func leaveAll(datapath *loader.Datapath) (single []error, err error) {
+func leaveAll(datapath *loader.Datapath, saved map[string]savedPod) (single []error, err error) {
 	others, err := datapath.OthersAtWork()
 	if err != nil {
 		return nil, err
 	}
-	restore := map[uint64]maps.Restore{}
+	was := map[uint64]before{}
+	for _, s := range saved {
+		was[s.NetNSCookie] = s.Before
+	}
 	if datapath != nil {
 		pods, err := datapath.Maps().Pods()
 		if err != nil {
 			return nil, err
 		}
 		for cookie, pod := range pods {
-			restore[cookie] = pod.Restore
+			b := was[cookie]
+			b.Restore = pod.Restore
+			was[cookie] = b
 			// Capture ends before its routes do.
 			if err := datapath.Maps().DeletePod(cookie); err != nil {
 				return nil, err
@@ -77,13 +101,13 @@ func leaveAll(datapath *loader.Datapath) (single []error, err error) {
 		if err != nil {
 			return single, err
 		}
-		changed, known := restore[ns.Cookie()]
+		then, known := was[ns.Cookie()]
 		ours := known || !others
 		if !ours {
 			ours, err = sealedBy(datapath, ns)
 		}
 		if ours {
-			err = strip(ns, changed)
+			err = strip(ns, then)
 		}
 		if err != nil {
 			single = append(single, fmt.Errorf("clean up network namespace %s: %w", ns.Path(), err))

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/cilium/ebpf"
+	"github.com/vishvananda/netlink"
 
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
@@ -67,6 +68,8 @@ type pod struct {
 	spec     Spec
 	since    time.Time
 	ownAddrs map[netip.Addr]int
+	// before is what the namespace was like before.
+	before before
 	// probed are the addresses under which the host's probes find the pod.
 	probed map[netip.Addr]bool
 	watch  *watch
@@ -147,6 +150,9 @@ func (e *Enroller) Enroll(ctx context.Context, spec Spec, wait bool) error {
 		return nil
 	}
 	if err := e.Proxies.Wait(ctx, spec.UID); err != nil {
+		if errors.Is(err, zds.ErrNotSet) {
+			return fmt.Errorf("enrol pod %s (%s): it was unenrolled meanwhile: enroll it again if that was not meant", &spec, spec.UID)
+		}
 		return fmt.Errorf("enrol pod %s (%s): %w: %w", &spec, spec.UID, ErrPending, err)
 	}
 	e.takeOverListeners()
@@ -283,6 +289,22 @@ func (e *Enroller) apply(p *pod) (err error) {
 		return errKnown
 	}
 
+	// The note of what was so before is written before anything is changed.
+	step("state file", func() (func() error, error) {
+		noted := false
+		if p.before, noted = e.stateBefore(p); !noted {
+			if p.before, err = n.look(); err != nil {
+				return nil, err
+			}
+		}
+		if enrolled {
+			p.before.Restore = known.Restore
+		}
+		if err := e.saveState(p); err != nil || enrolled || noted {
+			return nil, err
+		}
+		return func() error { return e.removeState(p.uid) }, nil
+	})
 	step("own addresses", func() (func() error, error) { return e.applyOwnAddrs(p, n) })
 	for _, family := range families {
 		step("routing "+familyName(family), func() (func() error, error) { return n.addRouting(family) })
@@ -313,7 +335,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		return func() error { return e.Datapath.DetachSteer(p.uid) }, nil
 	})
 	step("map entry", func() (func() error, error) {
-		entry := maps.Pod{UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Restore: known.Restore}
+		entry := maps.Pod{UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Restore: p.before.Restore}
 		entry.Restore.TCPFwmarkAccept = entry.Restore.TCPFwmarkAccept || changed.TCPFwmarkAccept
 		entry.Restore.FwmarkReflect = entry.Restore.FwmarkReflect || changed.FwmarkReflect
 		entry.Restore.FwmarkReflectV6 = entry.Restore.FwmarkReflectV6 || changed.FwmarkReflectV6
@@ -323,12 +345,6 @@ func (e *Enroller) apply(p *pod) (err error) {
 		return func() error { return e.Datapath.Maps().DeletePod(p.ns.Cookie()) }, nil
 	})
 	step("probe targets", func() (func() error, error) { return e.applyProbeTargets(p) })
-	step("state file", func() (func() error, error) {
-		if err := e.saveState(p); err != nil || enrolled {
-			return nil, err
-		}
-		return func() error { return e.removeState(p.uid) }, nil
-	})
 	step("proxy", func() (func() error, error) {
 		p.offered = false
 		return nil, e.Proxies.Set(p.zdsPod())
@@ -439,13 +455,19 @@ func (e *Enroller) applyProbeTargets(p *pod) (undo func() error, err error) {
 	return undos.run, nil
 }
 
+// hadClsact says whether a clsact qdisc that the interface has now may be another's: it was there before enrolment, or the
+// interface was not.
+func (p *pod) hadClsact(l netlink.Link) bool {
+	return slices.Contains(p.before.Clsact, l.Attrs().Index) || !slices.Contains(p.before.Links, l.Attrs().Index)
+}
+
 // applySeals gives every interface its seal: a new one to each, or only to those that have none.
 func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error, err error) {
 	var undos undoList
 	for _, l := range n.links {
 		sealed, err := loader.Sealed(n.handle, l)
 		if err == nil && (renew || !sealed) {
-			err = e.Datapath.Seal(p.ns, n.handle, l)
+			err = e.Datapath.Seal(p.ns, n.handle, l, p.hadClsact(l))
 		}
 		if err != nil {
 			return nil, errors.Join(err, undos.run())
@@ -484,7 +506,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 		e.Log.Warn("a proxy has not confirmed that it left the pod", "pod", p.spec.String(), "uid", p.uid, "error", err)
 	}
 	p.stopWatch()
-	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed}); err != nil {
+	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed}, p.before); err != nil {
 		return err
 	}
 	if err := e.removeState(p.uid); err != nil {
@@ -497,7 +519,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 }
 
 // clear removes what the kernel has of a pod. ns is nil when the namespace is gone, and all in it.
-func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftovers) error {
+func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftovers, was before) error {
 	m := e.Datapath.Maps()
 	known, err := m.Pod(cookie)
 	enrolled := err == nil
@@ -511,7 +533,10 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	}
 	err = e.Datapath.DetachSteer(uid)
 	if ns != nil {
-		err = errors.Join(err, strip(ns, known.Restore))
+		if enrolled {
+			was.Restore = known.Restore
+		}
+		err = errors.Join(err, strip(ns, was))
 	}
 	if err != nil {
 		if enrolled {

@@ -338,6 +338,61 @@ func TestPodsAreListedWhileOneIsOnItsWayOut(t *testing.T) {
 	}
 }
 
+// An agent that dies between its first step and the last leaves a note, by which the next completes what it has begun, and by
+// which cleanup finds its way without any pins.
+func TestWhatAKilledAgentHasBegunIsKnown(t *testing.T) {
+	for name, undo := range map[string]func(t *testing.T, b *bed.Bed){
+		"by the next agent": func(t *testing.T, b *bed.Bed) {
+			n := agent.Start(t, b, nil)
+			if _, err := n.Pod("uid-pod"); err != nil {
+				t.Errorf("the next agent has not completed the enrolment: %v", err)
+			}
+			if err := n.Unenroll(t.Context(), "uid-pod"); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"by cleanup": func(t *testing.T, b *bed.Bed) {
+			if err := enroll.Cleanup(b.BPFFS, filepath.Join(b.RunDir, "pods")); err != nil {
+				t.Fatal(err)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := bed.ForTest(t, bed.Options{})
+			pod := newPod(t, b, "pod", bed.PodOptions{})
+			before := snapshot(t, pod)
+			n := agent.Start(t, b, nil)
+			if err := n.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
+				t.Fatal(err)
+			}
+			n.Stop()
+			// As if it had died before the map entry and the seal: the entry is gone with all pins, of the seal only the
+			// qdisc is there.
+			if err := loader.Unload(b.BPFFS); err != nil {
+				t.Fatal(err)
+			}
+			h, err := pod.Handle()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer h.Close()
+			eth0, err := h.LinkByName(pod.Link)
+			if err != nil {
+				t.Fatal(err)
+			}
+			filters, err := h.FilterList(eth0, netlink.HANDLE_MIN_EGRESS)
+			if err != nil || len(filters) != 1 {
+				t.Fatalf("filters are %v, %v", filters, err)
+			}
+			if err := h.FilterDel(filters[0]); err != nil {
+				t.Fatal(err)
+			}
+			undo(t, b)
+			diff(t, before, snapshot(t, pod))
+		})
+	}
+}
+
 func TestCleanupLeavesNothing(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
 	n := agent.Start(t, b, nil)

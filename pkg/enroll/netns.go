@@ -258,6 +258,36 @@ func (n *podNet) restoreSysctls(r maps.Restore) error {
 	})
 }
 
+// look notes what is so now and enrolment may change.
+func (n *podNet) look() (was before, err error) {
+	for _, l := range n.links {
+		was.Links = append(was.Links, l.Attrs().Index)
+	}
+	if was.Clsact, err = loader.HasClsact(n.handle); err != nil {
+		return was, err
+	}
+	return was, n.ns.Do(func() error {
+		for _, s := range []struct {
+			name string
+			zero *bool
+		}{
+			{sysctlFwmarkAccept, &was.Restore.TCPFwmarkAccept},
+			{sysctlFwmarkReflect, &was.Restore.FwmarkReflect},
+			{sysctlFwmarkReflectV6, &was.Restore.FwmarkReflectV6},
+		} {
+			value, err := readSysctl(s.name)
+			if errors.Is(err, fs.ErrNotExist) {
+				continue // no IPv6 here
+			}
+			if err != nil {
+				return err
+			}
+			*s.zero = value == "0"
+		}
+		return nil
+	})
+}
+
 // switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was.
 func switchOn(name string) (changed bool, err error) {
 	f, err := os.OpenFile("/proc/sys/"+name, os.O_RDWR, 0)
@@ -333,9 +363,9 @@ func (n *podNet) onlyInterface() string {
 	return n.links[0].Attrs().Name
 }
 
-// strip removes from a namespace all that enrolment may have put there, and restores the given sysctls. It goes on after a
+// strip removes from a namespace all that enrolment may have put there, and makes it as it was. It goes on after a
 // failure. What is absent is no failure.
-func strip(ns *podns.NetNS, restore maps.Restore) error {
+func strip(ns *podns.NetNS, was before) error {
 	n, err := openPodNet(ns)
 	if err != nil {
 		return err
@@ -344,8 +374,11 @@ func strip(ns *podns.NetNS, restore maps.Restore) error {
 	var errs []error
 	for _, l := range n.links {
 		errs = append(errs, loader.Unseal(n.handle, l))
+		if index := l.Attrs().Index; slices.Contains(was.Links, index) && !slices.Contains(was.Clsact, index) {
+			errs = append(errs, loader.RemoveUnusedClsact(n.handle, l))
+		}
 	}
-	errs = append(errs, n.restoreSysctls(restore))
+	errs = append(errs, n.restoreSysctls(was.Restore))
 	for _, family := range families {
 		errs = append(errs, n.removeRouting(family))
 	}

@@ -28,12 +28,24 @@ const stateSuffix = ".json"
 // restoreWorkers bounds how many pods are taken over at a time when the agent starts.
 const restoreWorkers = 8
 
-// savedPod is what must outlive the agent and is not in the kernel. A cookie means something in one boot only.
+// savedPod is what must outlive the agent and is not in the kernel. It is written before anything is changed, so that an
+// enrolment that was interrupted can be completed or undone. Cookies and inodes mean something in one boot only.
 type savedPod struct {
 	Spec
 	NetNSCookie uint64    `json:"netnsCookie"`
+	NetNSInode  uint64    `json:"netnsInode"`
 	BootID      string    `json:"bootID"`
 	Since       time.Time `json:"since"`
+	Before      before    `json:"before"`
+}
+
+// before is what a namespace was like before enrolment, as far as enrolment changes it in ways that do not show who did.
+type before struct {
+	// Restore names the sysctls that were 0.
+	Restore maps.Restore `json:"restore"`
+	// Links are the indices of the interfaces that were there, but for lo, and Clsact of those that had a clsact qdisc.
+	Links  []int `json:"links"`
+	Clsact []int `json:"clsact"`
 }
 
 func bootID() string {
@@ -47,7 +59,7 @@ func bootID() string {
 func (e *Enroller) stateFile(uid string) string { return filepath.Join(e.StateDir, uid+stateSuffix) }
 
 func (e *Enroller) saveState(p *pod) error {
-	b, err := json.MarshalIndent(savedPod{p.spec, p.ns.Cookie(), bootID(), p.since}, "", "  ")
+	b, err := json.MarshalIndent(savedPod{p.spec, p.ns.Cookie(), p.ns.Inode(), bootID(), p.since, p.before}, "", "  ")
 	if err == nil {
 		err = renameio.WriteFile(e.stateFile(p.uid), b, 0o600)
 	}
@@ -69,30 +81,48 @@ func (e *Enroller) loadState() (map[string]savedPod, error) {
 	if err := os.MkdirAll(e.StateDir, 0o700); err != nil {
 		return nil, fmt.Errorf("make a directory for what is known of pods: %w", err)
 	}
-	files, err := filepath.Glob(filepath.Join(e.StateDir, "*"+stateSuffix))
-	if err != nil {
-		return nil, fmt.Errorf("list what is known of pods: %w", err)
+	saved, unread, err := readStates(e.StateDir)
+	for _, err := range unread {
+		e.Log.Error("cannot read what is known of a pod: it stays captured, enroll it again", "error", err)
 	}
-	saved := map[string]savedPod{}
+	return saved, err
+}
+
+// readStates reads all state files of this boot in a directory, by UID. unread says which could not be read, and why.
+func readStates(dir string) (saved map[string]savedPod, unread []error, err error) {
+	files, err := filepath.Glob(filepath.Join(dir, "*"+stateSuffix))
+	if err != nil {
+		return nil, nil, fmt.Errorf("list what is known of pods: %w", err)
+	}
+	saved = map[string]savedPod{}
 	boot := bootID()
 	for _, file := range files {
-		var s savedPod
-		b, err := os.ReadFile(file)
-		if err == nil {
-			err = json.Unmarshal(b, &s)
-		}
-		if err == nil {
-			err = s.Validate()
-		}
+		s, err := readState(file)
 		if err != nil {
-			e.Log.Error("cannot read what is known of a pod: it stays captured, enroll it again", "file", file, "error", err)
-			continue
-		}
-		if s.BootID == boot {
+			unread = append(unread, fmt.Errorf("%s: %w", file, err))
+		} else if s.BootID == boot {
 			saved[s.UID] = s
 		}
 	}
-	return saved, nil
+	return saved, unread, nil
+}
+
+func readState(file string) (savedPod, error) {
+	var s savedPod
+	b, err := os.ReadFile(file)
+	if err == nil {
+		err = json.Unmarshal(b, &s)
+	}
+	if err == nil {
+		err = s.Validate()
+	}
+	return s, err
+}
+
+// stateBefore returns what an enrolment of the pod into this namespace that was interrupted has noted.
+func (e *Enroller) stateBefore(p *pod) (before, bool) {
+	s, err := readState(e.stateFile(p.uid))
+	return s.Before, err == nil && s.BootID == bootID() && s.NetNSCookie == p.ns.Cookie()
 }
 
 // Restore takes over the pods that an earlier agent has enrolled, and forgets those whose network namespace is gone. Of a
@@ -213,19 +243,35 @@ func (e *Enroller) removeUnknown(ctx context.Context, uid string) error {
 	if err != nil {
 		return err
 	}
+	saved, errSaved := readState(e.stateFile(uid))
+	found := false
 	for cookie, entry := range entries {
 		if entry.UID != uid {
 			continue
 		}
+		found = true
 		ns, err := podns.Find(entry.NetNSInode, cookie)
 		if err != nil && !errors.Is(err, podns.ErrGone) {
 			return err
 		}
-		err = e.clear(uid, cookie, ns, left(cookie, uid))
+		err = e.clear(uid, cookie, ns, left(cookie, uid), saved.Before)
 		if ns != nil {
 			err = errors.Join(err, ns.Close())
 		}
 		if err != nil {
+			return err
+		}
+	}
+	if !found && errSaved == nil && saved.BootID == bootID() {
+		// An enrolment was interrupted before capture was on.
+		ns, err := findNetNS(saved.NetNS, saved.NetNSInode, saved.NetNSCookie)
+		if err != nil && !errors.Is(err, podns.ErrGone) {
+			return err
+		}
+		if ns != nil {
+			err = errors.Join(strip(ns, saved.Before), ns.Close())
+		}
+		if err != nil && !errors.Is(err, podns.ErrGone) {
 			return err
 		}
 	}

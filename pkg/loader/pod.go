@@ -83,8 +83,9 @@ func (d *Datapath) DetachSteer(uid string) error {
 
 // Seal closes an interface of the pod for fresh connections that bypass the proxy. handle is a netlink handle in the pod's
 // namespace. A seal that is there already is replaced without a gap; on failure nothing is left. The loopback device needs
-// none and must not have one.
-func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link) error {
+// none and must not have one. foreignQdisc says that a clsact qdisc that is there already is not ours, from an attempt that was
+// interrupted: then it stays when the seal goes.
+func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link, foreignQdisc bool) error {
 	attrs := l.Attrs()
 	linkHeader := 0
 	// Of the kinds of link that pods have, these alone have a header of their own before the IP packet.
@@ -102,7 +103,9 @@ func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link)
 	err = handle.QdiscAdd(clsact)
 	existed := errors.Is(err, unix.EEXIST)
 	if existed {
-		handleID = sealOnForeignQdisc
+		if foreignQdisc {
+			handleID = sealOnForeignQdisc
+		}
 		old, first, err := seals(handle, l)
 		if err != nil {
 			return err
@@ -174,6 +177,35 @@ func Unseal(handle *netlink.Handle, l netlink.Link) error {
 		}
 	}
 	return nil
+}
+
+// RemoveUnusedClsact removes the clsact qdisc of an interface, for one that an interrupted attempt to seal it has left. That
+// there is none, or that it is used, is no error.
+func RemoveUnusedClsact(handle *netlink.Handle, l netlink.Link) error {
+	used, err := clsactUsed(handle, l)
+	if err != nil || used {
+		return err
+	}
+	err = handle.QdiscDel(clsactOf(l))
+	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINVAL) {
+		return fmt.Errorf("remove the clsact qdisc from %s: %w", l.Attrs().Name, err)
+	}
+	return nil
+}
+
+// HasClsact returns the indices of the interfaces that have a clsact qdisc.
+func HasClsact(handle *netlink.Handle) ([]int, error) {
+	qdiscs, err := handle.QdiscList(nil)
+	if err != nil {
+		return nil, fmt.Errorf("list the queueing disciplines: %w", err)
+	}
+	var found []int
+	for _, q := range qdiscs {
+		if q.Type() == "clsact" {
+			found = append(found, q.Attrs().LinkIndex)
+		}
+	}
+	return found, nil
 }
 
 // seals lists our filters on the interface, and says whether one is the first of all there.

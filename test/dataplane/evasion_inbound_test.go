@@ -67,7 +67,7 @@ func intrusions() []intrusion {
 		{name: "an app with the capture mark", after: marked(0x112), counter: "marked_listeners"},
 		{name: "an app with the proxy's mark since before enrolment", before: marked(0x539), counter: "inbound_steered"},
 		{name: "a transparent listener", after: listening(evasionPort, bed.ListenOptions{Transparent: true}), counter: "inbound_steered"},
-		{name: "a transparent listener for somebody else's address", after: anyIP, counter: "inbound_steered"},
+		{name: "a transparent listener for somebody else's address", after: anyIP, counter: "loops_dropped"},
 		{name: "a listener bound to the device", after: listening(evasionPort, toDevice), counter: "inbound_steered"},
 		{name: "a listener from before enrolment", before: listening(evasionPort, bed.ListenOptions{}), counter: "inbound_steered"},
 		{name: "an own address that goes and comes", after: addressAgain, counter: "inbound_steered"},

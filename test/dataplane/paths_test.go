@@ -15,6 +15,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/cgroups"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/nodeproxy"
 )
@@ -159,6 +161,43 @@ func TestFromPodToPod(t *testing.T) {
 		}
 		p.saw(from, "outbound", local, spec.Remote)
 	})
+}
+
+// Where all listeners take Fast Open, the proxy's do too, and its SYN-ACK is of the accepted socket, not of the listener.
+func TestFastOpenToTheProxy(t *testing.T) {
+	n := newNode(t)
+	// Not by the mark alone, as the seal has to know the accepted socket for the proxy's.
+	if err := n.Datapath.Maps().SetConfig(maps.Config{ProxyIdentity: maps.ProxyIdentityCgroup}); err != nil {
+		t.Fatal(err)
+	}
+	id, err := cgroups.ID(n.Cgroup)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Datapath.Maps().PutCgroup(id, maps.CgroupProxy); err != nil {
+		t.Fatal(err)
+	}
+	n.startProxy()
+	pod := n.plainPod("pod")
+	if err := pod.SetSysctl("net.ipv4.tcp_fastopen", "1027"); err != nil { // 0x403: client, server, without a socket option
+		t.Fatal(err)
+	}
+	n.enrol(pod)
+	n.serve(pod, 8080, bed.AppOptions{})
+	eachFamily(t, func(t *testing.T, family string) {
+		repeated := synRetransmissions(t, n.Outside)
+		for range 4 {
+			ask(t, n.Outside, bed.DialSpec{
+				Remote: netip.AddrPortFrom(addr(pod, family), 8080), FastOpen: bed.FastOpenSendto, Data: []byte("in the SYN"),
+			})
+		}
+		if repeated = synRetransmissions(t, n.Outside) - repeated; repeated > 0 {
+			t.Errorf("%d SYNs had to be sent again", repeated)
+		}
+	})
+	if c := n.counters(pod); c.SealDroppedSynack > 0 || c.InboundSteered == 0 {
+		t.Errorf("counters are %+v", c)
+	}
 }
 
 // Whoever sets marks must leave the bits that are others'.

@@ -50,7 +50,7 @@ is never the host's. /proc/self/ns/net stands for the namespace that this comman
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context(), env) },
 	}
 	flags := cmd.Flags()
-	flags.StringVar(&o.uid, "uid", "", "what the pod is known by: letters, digits, '-', '_' and '.'")
+	flags.StringVar(&o.uid, "uid", "", "what the pod is known by: at most 63 letters, digits, '-' and '_', the first a letter or digit")
 	flags.StringVar(&o.name, "name", "", "the pod's Kubernetes namespace and name, as NAMESPACE/NAME")
 	flags.StringVar(&o.serviceAccount, "service-account", "", "the pod's service account, part of its identity in the mesh")
 	flags.StringVar(&o.netns, "netns", "", "path of the pod's network namespace")
