@@ -291,7 +291,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 
 	// The note of what was so before is written before anything is changed.
 	step("state file", func() (func() error, error) {
-		noted := false
+		var noted bool
 		if p.before, noted = e.stateBefore(p); !noted {
 			if p.before, err = n.look(); err != nil {
 				return nil, err
