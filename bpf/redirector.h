@@ -180,7 +180,11 @@ struct socket_verdict {
 	__u32 reserved;
 };
 
-/* What happened to a pod's connections since it was enrolled. Each counts connections unless it says otherwise. */
+/*
+ * What happened to a pod's connections since it was enrolled. Each counts connections unless it says otherwise. Those that say
+ * SYNs count whatever the stack looks for a listener for: repeated SYNs too, the ACK that brings a syncookie back, and now and
+ * then a late packet of a connection that is gone.
+ */
 struct pod_counters {
 	__u64 outbound_captured;    /* the app's connect(), marked to go to the proxy */
 	__u64 outbound_steered;     /* SYNs handed to the outbound listener; more than captured if SYNs are repeated */

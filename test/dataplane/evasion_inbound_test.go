@@ -29,6 +29,8 @@ type intrusion struct {
 	before, after func(t *testing.T, a *attempt) *bed.App
 	// times is how often the peer connects, if more than once: where the kernel may choose among listeners.
 	times int
+	// reached says that the app is, through the proxy.
+	reached bool
 	// target is the port that the peer connects to; 0 is the app's.
 	target uint16
 	// counter must have risen.
@@ -63,14 +65,14 @@ func intrusions() []intrusion {
 		{name: "a listener on the tunnel's port before the proxy's", before: listening(15008, asProxy), target: 15008, counter: "hbone_steered"},
 		{name: "a listener on the tunnel's port after the proxy's", times: 12, after: listening(15008, asProxy), target: 15008, counter: "hbone_steered"},
 		{name: "an app with the proxy's mark", after: marked(0x539), counter: "marked_listeners"},
-		{name: "an app with the reply mark", after: marked(0x111), counter: "marked_listeners"},
-		{name: "an app with the capture mark", after: marked(0x112), counter: "marked_listeners"},
+		{name: "an app with the reply mark", reached: true, after: marked(0x111), counter: "marked_listeners"},
+		{name: "an app with the capture mark", reached: true, after: marked(0x112), counter: "marked_listeners"},
 		{name: "an app with the proxy's mark since before enrolment", before: marked(0x539), counter: "inbound_steered"},
-		{name: "a transparent listener", after: listening(evasionPort, bed.ListenOptions{Transparent: true}), counter: "inbound_steered"},
+		{name: "a transparent listener", reached: true, after: listening(evasionPort, bed.ListenOptions{Transparent: true}), counter: "inbound_steered"},
 		{name: "a transparent listener for somebody else's address", after: anyIP, counter: "loops_dropped"},
-		{name: "a listener bound to the device", after: listening(evasionPort, toDevice), counter: "inbound_steered"},
-		{name: "a listener from before enrolment", before: listening(evasionPort, bed.ListenOptions{}), counter: "inbound_steered"},
-		{name: "an own address that goes and comes", after: addressAgain, counter: "inbound_steered"},
+		{name: "a listener bound to the device", reached: true, after: listening(evasionPort, toDevice), counter: "inbound_steered"},
+		{name: "a listener from before enrolment", reached: true, before: listening(evasionPort, bed.ListenOptions{}), counter: "inbound_steered"},
+		{name: "an own address that goes and comes", reached: true, after: addressAgain, counter: "inbound_steered"},
 		{name: "a program of the pod's that finds it another listener", after: ownSteer, target: 9998, counter: "seal_dropped_synack"},
 	}
 }
@@ -110,11 +112,15 @@ func (s *evasionStage) intrude(t *testing.T, i intrusion, family string) {
 		return a, app
 	}
 	ask := func(a *attempt) {
+		patience := evasionPatience
+		if i.reached || !a.enrolled {
+			patience = 5 * time.Second // as long as it takes
+		}
 		a.open(t, s.Outside)
-		_ = connectWithin(a.socket, a.remote, evasionPatience)
+		_ = connectWithin(a.socket, a.remote, patience)
 		// The app says something on its own: time for the proxy to connect to it.
 		fds := []unix.PollFd{{Fd: int32(a.socket), Events: unix.POLLIN}}
-		_, _ = unix.Poll(fds, int(evasionPatience.Milliseconds()))
+		_, _ = unix.Poll(fds, int(patience.Milliseconds()))
 	}
 
 	free, app := begin(false)
@@ -140,8 +146,14 @@ func (s *evasionStage) intrude(t *testing.T, i intrusion, family string) {
 	if got := app.Accepts(); got > proxied {
 		t.Errorf("the app has accepted %d connections, of which the proxy knows %d", got, proxied)
 	}
+	if i.reached && app.Accepts() == 0 {
+		t.Error("the app is not reached by way of the proxy either")
+	}
 	if got := s.counter(t, a.pod, i.counter); got == 0 {
 		t.Errorf("it is not counted as %s: %+v", i.counter, s.podStatus(t, a.pod).Counters)
+	}
+	if got := s.counter(t, a.pod, "seal_dropped_synack"); i.times > 0 && got > 0 {
+		t.Errorf("%d answers of a listener that is not the proxy's were dropped: it has got what is the proxy's", got)
 	}
 }
 

@@ -122,7 +122,8 @@ func packetEvasions() []evasion {
 		{name: "a packet socket's SYN with the proxy's mark", try: frame(0x539, syn), counter: "seal_dropped"},
 		{name: "a packet socket's SYN-ACK with the proxy's mark", try: frame(0x539, syn|ack), counter: "seal_dropped_synack"},
 		{name: "behind a mobility header", family: "IPv6", try: behind(135), counter: "seal_dropped"},
-		{name: "in a stack of all headers", family: "IPv6", try: behind(hopByHop, destOptions, routing, 135, destOptions), counter: "seal_dropped"},
+		{name: "behind an authentication header", family: "IPv6", try: behind(authExt), counter: "seal_dropped"},
+		{name: "in a stack of all headers", family: "IPv6", try: behind(hopByHop, destOptions, routing, 135, authExt, destOptions), counter: "seal_dropped"},
 		{name: "a packet socket past the queueing discipline", try: qdiscBypass, counter: "raw_bypass_refused"},
 		{name: "AF_XDP", try: xdp, counter: "raw_bypass_refused"},
 	}
@@ -133,9 +134,15 @@ func behind(kinds ...byte) func(t *testing.T, a *attempt) {
 	return func(t *testing.T, a *attempt) {
 		var headers []extension
 		for _, kind := range kinds {
-			headers = append(headers, padded(kind))
+			header := padded(kind)
+			if kind == authExt {
+				header.rest = make([]byte, 22)
+			}
+			headers = append(headers, header)
 		}
-		p := ipv6(a.local.Addr(), a.remote.Addr(), unix.IPPROTO_TCP, headers, segment(a.local, a.remote, syn))
+		// With data behind it, for who looks too far for the flags to find there something else than the end.
+		body := append(segment(a.local, a.remote, syn), make([]byte, 64)...)
+		p := ipv6(a.local.Addr(), a.remote.Addr(), unix.IPPROTO_TCP, headers, body)
 		a.sendFrame(t, a.pod.Link, 0, a.frame(t, a.pod.Link, p))
 	}
 }

@@ -135,7 +135,7 @@ func TestInbound(t *testing.T) {
 		}
 	})
 	c := n.counters(pod)
-	if c.InboundSteered == 0 || c.InboundSteered != c.ProxyToApp || c.OutboundCaptured > 0 {
+	if c.InboundSteered == 0 || c.InboundSteered < c.ProxyToApp || c.OutboundCaptured > 0 {
 		t.Errorf("counters are %+v", c)
 	}
 	eventually(t, "no flow is admitted any more", func() bool {
