@@ -1,0 +1,418 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+// The files that rules are in.
+const (
+	header   = "bpf/redirector.h"
+	cgroup   = "bpf/cgroup.c"
+	skLookup = "bpf/sk_lookup.c"
+	sockOps  = "bpf/sock_ops.c"
+	tc       = "bpf/tc.c"
+	netns    = "pkg/enroll/netns.go"
+	watch    = "pkg/enroll/watch.go"
+	enroll   = "pkg/enroll/enroll.go"
+	loader   = "pkg/loader/pod.go"
+	takeover = "pkg/takeover/takeover.go"
+)
+
+// mutations are the rules of the dataplane, each taken out.
+func mutations() []mutation {
+	const (
+		leaves = "TestNothingLeavesPastTheProxy/"
+		enters = "TestNothingEntersPastTheProxy/"
+		frames = "TestTheSealJudgesFrames"
+	)
+	return []mutation{
+		// What sock_ops does.
+		{
+			name: "mark: an app's connection is not marked", file: sockOps,
+			old: `set_mark(ctx, mark, MARK_CAPTURE)) {`, new: `0) {`, tests: "TestOutbound$/IPv4/plain",
+		},
+		{
+			name: "mark: the upper bits are lost", file: sockOps,
+			old: `(old & ~MARK_MASK) | mark;`, new: `mark;`, tests: "TestCaptureKeepsTheUpperBitsOfAMark",
+		},
+		{
+			name: "mark: a socket stays bound to its device", file: sockOps,
+			old: `(sk->bound_dev_if && bind`, new: `(0 && bind`, tests: leaves + "bound_to_the_device$",
+		},
+		{
+			name: "mark: own addresses are captured too", file: sockOps,
+			old: "if (addr_is_own(cookie, &dst)) {\n\t\tif (!proxy", new: "if (0 && addr_is_own(cookie, &dst)) {\n\t\tif (!proxy", tests: "TestUntouched",
+		},
+		{
+			name: "mark: the proxy's connections are captured", file: sockOps,
+			old: "if (proxy) {", new: "if (0 && proxy) {", tests: "TestOutbound$/IPv4/plain",
+		},
+		{
+			name: "mark: who speaks to himself is taken for the proxy that speaks to its app", file: sockOps,
+			old: "if (!proxy || addr_is_own(cookie, &src)) {", new: "if (!proxy) {", tests: "TestTheProxyMaySpeakAsThePod",
+		},
+		{
+			name: "mark: the proxy's connection to the app is not marked", file: sockOps,
+			old: "|| set_mark(ctx, mark, MARK_REPLY)) {", new: ") {", tests: "TestInbound$/IPv4/plain",
+		},
+		{
+			name: "mark: the proxy's connection to the app is not bound to lo", file: sockOps,
+			old: "if (bind_to_device(ctx, device) || set_mark", new: "if ((0 && bind_to_device(ctx, device)) || set_mark", tests: "TestInbound$/IPv4/plain",
+		},
+		{
+			name: "mark: accepted connections are not bound", file: sockOps,
+			old: "\tif (bind_to_device(ctx, device))\n", new: "\tif (0 && bind_to_device(ctx, device))\n", tests: "TestAPeerAndTheProxyMayUseTheSamePort",
+		},
+		{
+			name: "mark: the peer's connection is not bound to the pod's interface", file: sockOps,
+			old: "if (!pod->ifname[0])\n", new: "if (1)\n", tests: "TestAPeerAndTheProxyMayUseTheSamePort",
+		},
+		{
+			name: "mark: foreign marks are not counted at connect", file: sockOps,
+			old: "if (!proxy && (mark", new: "if (0 && (mark", tests: leaves + "the_proxy's_mark$",
+		},
+		// The proxy's listeners.
+		{
+			name: "listeners: anybody's listener is the proxy's", file: sockOps,
+			old: "if (!socket_is_proxys(sk)) {\n\t\tif", new: "if (0 && !socket_is_proxys(sk)) {\n\t\tif", tests: "TestAnAppDoesNotTakeTheProxysPlace",
+		},
+		{
+			name: "listeners: any port is the proxy's", file: sockOps,
+			old: "if (port != PORT_OUTBOUND &&", new: "if (0 && port != PORT_OUTBOUND &&", tests: "TestListenerSlots",
+		},
+		{
+			name: "listeners: the newest has no place of its own", file: sockOps,
+			old: "key.slot = SLOT_NEWEST_V4;\n\tbpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);", new: "key.slot = SLOT_NEWEST_V4;",
+			tests: "TestTheNewestListenerGetsAll",
+		},
+		{
+			name: "listeners: the newest for IPv6 has no place of its own", file: sockOps,
+			old: "if (ctx->family == AF_INET6) {\n\t\tkey.slot", new: "if (0) {\n\t\tkey.slot", tests: "TestTheNewestListenerGetsAll",
+		},
+		{
+			name: "listeners: the outbound one keeps the proxy's mark", file: sockOps,
+			old: "if (port == PORT_OUTBOUND)\n", new: "if (0 && port == PORT_OUTBOUND)\n", tests: "TestTheProxyIsToldWhenAClientIsGone",
+		},
+		{
+			name: "listeners: marked ones are not counted", file: sockOps,
+			old: "if (sk->mark)\n", new: "if (0 && sk->mark)\n", tests: "TestAMarkedListenerIsCounted",
+		},
+		{
+			name: "listeners: one bound to a device does not hear the proxy", file: sockOps,
+			old: "if (sk->bound_dev_if && sk->bound_dev_if != LOOPBACK_IFINDEX &&", new: "if (0 && sk->bound_dev_if != LOOPBACK_IFINDEX &&",
+			tests: "TestAListenerBoundToADeviceIsReached",
+		},
+		// Who is the proxy.
+		{
+			name: "identity: the mark is enough", file: header,
+			old: "return verdict && verdict->by_proxy;", new: "return verdict || 1;", tests: leaves + "the_proxy's_mark$",
+		},
+		{
+			name: "identity: no mark is needed", file: header,
+			old: "if ((sk->mark & MARK_MASK) != MARK_PROXY)\n", new: "if (0)\n", tests: "TestOutbound$/IPv4/plain",
+		},
+		{
+			name: "identity: upper bits hide the mark", file: header,
+			old: "if ((sk->mark & MARK_MASK) != MARK_PROXY)\n", new: "if (sk->mark != MARK_PROXY)\n", tests: "TestAProxyMayHaveUpperBits",
+		},
+		{
+			name: "identity: --proxy-identity=mark is not heard", file: header,
+			old: "if (cfg && cfg->proxy_identity == PROXY_IDENTITY_MARK)", new: "if (cfg && 0)", tests: "TestOutbound$/IPv4/plain",
+		},
+		{
+			name: "identity: the proxy's sockets are not noted", file: cgroup,
+			old: "verdict->by_proxy = 1;", new: "verdict->by_proxy = 0;", tests: enters + "a_transparent_listener$",
+		},
+		{
+			name: "identity: any cgroup with a role is the proxy's", file: cgroup,
+			old: "if (!value || value->role != CGROUP_PROXY)", new: "if (!value)", tests: "TestWhoIsInThePodsCgroupItselfIsNoProxy",
+		},
+		// What sk_lookup decides.
+		{
+			name: "steer: any member of the listener's group may get it", file: skLookup,
+			old: "BPF_SK_LOOKUP_F_NO_REUSEPORT", new: "0", tests: enters + "a_listener_on_the_inbound_port",
+		},
+		{
+			name: "steer: what came by lo for others goes to the app", file: skLookup,
+			old: "if (!addr_is_own(cookie, &dst))\n\t\t\treturn PORT_OUTBOUND;", new: "if (0 && !addr_is_own(cookie, &dst))\n\t\t\treturn PORT_OUTBOUND;", tests: "TestOutbound$/IPv4/plain",
+		},
+		{
+			name: "steer: by lo, the proxy's ports are like any other", file: skLookup,
+			old: "return PORT_OUTBOUND;\n\t\treturn is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;", new: "return PORT_OUTBOUND;\n\t\treturn TO_APP;", tests: "TestALoopCannotArise",
+		},
+		{
+			name: "steer: from the pod to itself, the proxy's ports are like any other", file: skLookup,
+			old: "if (addr_is_own(cookie, &src))\n\t\treturn is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;", new: "if (addr_is_own(cookie, &src))\n\t\treturn TO_APP;", tests: "TestALoopCannotArise",
+		},
+		{
+			name: "steer: the pod's connections with itself go to the proxy", file: skLookup,
+			old: "if (addr_is_own(cookie, &src))", new: "if (0 && addr_is_own(cookie, &src))", tests: "TestUntouched",
+		},
+		{
+			name: "steer: what is the pod's by a route only goes to the proxy", file: skLookup,
+			old: "if (!addr_is_own(cookie, &dst))\n\t\treturn TO_NOBODY;", new: "if (0 && !addr_is_own(cookie, &dst))\n\t\treturn TO_NOBODY;",
+			tests: "TestAnAddressThatLeadsBackMakesNoLoop",
+		},
+		{
+			name: "steer: admitted flows go to the proxy", file: skLookup,
+			old: "if (bpf_map_lookup_elem(&admitted, &flow))", new: "if (0 && bpf_map_lookup_elem(&admitted, &flow))", tests: "TestProbesReachTheAppPastTheProxy",
+		},
+		{
+			name: "steer: every flow is admitted", file: skLookup,
+			old: "if (bpf_map_lookup_elem(&admitted, &flow))", new: "if (bpf_map_lookup_elem(&admitted, &flow) || 1)", tests: enters + "a_listener_from_before_enrolment",
+		},
+		{
+			name: "steer: the mesh tunnel goes to the inbound port", file: skLookup,
+			old: "return ctx->local_port == PORT_HBONE ? PORT_HBONE : PORT_INBOUND;", new: "return PORT_INBOUND;", tests: "TestHBONEPort",
+		},
+		{
+			name: "steer: without a listener the app gets it", file: skLookup,
+			old: "return assigned ? SK_PASS : SK_DROP;", new: "return assigned ? SK_PASS : SK_PASS;", tests: "TestWithoutAProxyNothingPasses|TestAnAppDoesNotTakeTheProxysPlace",
+		},
+		{
+			name: "steer: loops are let through", file: skLookup,
+			old: "count(cookie, loops_dropped);\n\t\treturn SK_DROP;", new: "count(cookie, loops_dropped);\n\t\treturn SK_PASS;", tests: "TestALoopCannotArise",
+		},
+		{
+			name: "steer: UDP as well", file: skLookup,
+			old: "if (ctx->protocol != IPPROTO_TCP || !pod_lookup(cookie))", new: "if (!pod_lookup(cookie))", tests: "TestUDPIsUntouched",
+		},
+		// The seal.
+		{
+			name: "seal: the proxy's mark is enough", file: tc,
+			old: "return full && socket_is_proxys(full);", new: "return full != NULL;", tests: leaves + "a_raw_socket's_SYN_with_the_proxy's_mark",
+		},
+		{
+			name: "seal: the answers of the proxy's listeners are not known", file: tc,
+			old: "full = bpf_get_listener_sock(sk);", new: "full = NULL;", tests: "TestInbound$/IPv4/plain",
+		},
+		{
+			name: "seal: SYNs pass", file: tc,
+			old: "count(cookie, seal_dropped);\n\t\treturn TC_ACT_SHOT;", new: "count(cookie, seal_dropped);\n\t\treturn TC_ACT_UNSPEC;", tests: leaves + "a_raw_socket's_SYN$",
+		},
+		{
+			name: "seal: SYN-ACKs pass", file: tc,
+			old: "return flags & TCP_ACK ? PACKET_ANSWERS : PACKET_OPENS;", new: "return flags & TCP_ACK ? PACKET_OTHER : PACKET_OPENS;", tests: leaves + "a_raw_socket's_SYN-ACK_first$",
+		},
+		{
+			name: "seal: a SYN with other flags passes", file: tc,
+			old: "if (!(flags & TCP_SYN))", new: "if ((flags & ~TCP_ACK) != TCP_SYN)", tests: leaves + "a_raw_socket's_SYN_with_FIN",
+		},
+		{
+			name: "seal: a segment that ends before its flags passes", file: tc,
+			old: "&flags, sizeof(flags)))\n\t\treturn PACKET_OPENS;", new: "&flags, sizeof(flags)))\n\t\treturn PACKET_OTHER;", tests: frames,
+		},
+		{
+			name: "seal: IPv4 options hide the SYN", file: tc,
+			old: "offset + ip.ihl * 4", new: "offset + 20", tests: frames,
+		},
+		{
+			name: "seal: later IPv4 fragments are taken for first ones", file: tc,
+			old: "|| (ip.frag_off & bpf_htons(IPV4_FRAGMENT_OFFSET)))", new: ")", tests: frames,
+		},
+		{
+			name: "seal: IPv4 fragments pass", file: tc,
+			old: "#define IPV4_FRAGMENT_OFFSET 0x1fff", new: "#define IPV4_FRAGMENT_OFFSET 0x3fff", tests: frames,
+		},
+		{
+			name: "seal: hop-by-hop options hide the SYN", file: tc,
+			old: "\t\tcase IPPROTO_HOPOPTS:\n", new: "", tests: frames,
+		},
+		{
+			name: "seal: a routing header hides the SYN", file: tc,
+			old: "\t\tcase IPPROTO_ROUTING:\n", new: "", tests: frames,
+		},
+		{
+			name: "seal: destination options hide the SYN", file: tc,
+			old: "\t\tcase IPPROTO_DSTOPTS:\n", new: "", tests: frames,
+		},
+		{
+			name: "seal: a mobility header hides the SYN", file: tc,
+			old: "\t\tcase IPPROTO_MH:\n", new: "", tests: leaves + "behind_a_mobility_header",
+		},
+		{
+			name: "seal: an authentication header hides the SYN", file: tc,
+			old: "\t\tcase IPPROTO_AH:\n", new: "\t\tcase 255:\n", tests: leaves + "behind_an_authentication_header",
+		},
+		{
+			name: "seal: an authentication header's length is counted like the others'", file: tc,
+			old: "offset += (ext[1] + 2) * 4;", new: "offset += (ext[1] + 1) * 8;", tests: leaves + "behind_an_authentication_header",
+		},
+		{
+			name: "seal: a header that is cut off passes", file: tc,
+			old:   "case IPPROTO_MH:\n\t\t\tif (bpf_skb_load_bytes(skb, offset, ext, sizeof(ext)))\n\t\t\t\treturn PACKET_OPENS;",
+			new:   "case IPPROTO_MH:\n\t\t\tif (bpf_skb_load_bytes(skb, offset, ext, sizeof(ext)))\n\t\t\t\treturn PACKET_OTHER;",
+			tests: frames,
+		},
+		{
+			name: "seal: IPv6 fragments pass", file: tc,
+			old: "#define IPV6_FRAGMENT_OFFSET 0xfff8", new: "#define IPV6_FRAGMENT_OFFSET 0xffff", tests: frames,
+		},
+		{
+			name: "seal: later IPv6 fragments are taken for first ones", file: tc,
+			old: "if (fragment_offset & bpf_htons(IPV6_FRAGMENT_OFFSET))", new: "if (0)", tests: frames,
+		},
+		{
+			name: "seal: many headers hide the SYN", file: tc,
+			old: "return PACKET_OPENS; /* more headers", new: "return PACKET_OTHER; /* more headers", tests: frames,
+		},
+		{
+			name: "seal: a VLAN tag hides the SYN", file: tc,
+			old: "\t\tcase bpf_htons(ETH_P_8021Q_):\n", new: "", tests: frames,
+		},
+		{
+			name: "seal: an outer VLAN tag hides the SYN", file: tc,
+			old: "\t\tcase bpf_htons(ETH_P_8021AD_):\n", new: "", tests: frames,
+		},
+		{
+			name: "seal: many VLAN tags hide the SYN", file: tc,
+			old: "return PACKET_OPENS; /* tags", new: "return PACKET_OTHER; /* tags", tests: frames,
+		},
+		{
+			name: "seal: IPv4 on links without Ethernet passes", file: tc,
+			old: "if (version >> 4 == 4)\n", new: "if (0)\n", tests: "TestTheSealOfALinkWithoutEthernet",
+		},
+		{
+			name: "seal: IPv6 on links without Ethernet passes", file: tc,
+			old: "return version >> 4 == 6 ? ipv6_kind(skb, p, 0) : PACKET_OTHER;", new: "return PACKET_OTHER;", tests: "TestTheSealOfALinkWithoutEthernet",
+		},
+		{
+			name: "seal: every link is taken for Ethernet", file: loader,
+			old: "linkHeader := 0\n", new: "linkHeader := ethernetHeader\n", tests: "TestTheSealOfALinkWithoutEthernet",
+		},
+		{
+			name: "seal: a syncookie's answer is dropped", file: tc,
+			old: "!skb->sk && !skb->ingress_ifindex)\n\t\treturn TC_ACT_UNSPEC;", new: "!skb->sk && !skb->ingress_ifindex)\n\t\treturn TC_ACT_SHOT;", tests: "TestSyncookies",
+		},
+		{
+			name: "seal: any socket's answer is taken for a syncookie's", file: tc,
+			old: "&& !skb->sk && !skb->ingress_ifindex", new: "&& !skb->ingress_ifindex", tests: leaves + "a_raw_socket's_SYN-ACK_first_with_the_proxy's_mark",
+		},
+		{
+			name: "seal: a forwarded answer is taken for a syncookie's", file: tc,
+			old: "&& !skb->sk && !skb->ingress_ifindex", new: "&& !skb->sk", tests: leaves + "a_forwarded_SYN-ACK",
+		},
+		{
+			name: "seal: every answer is one to a probe", file: tc,
+			old: "return admission && admission->by == ADMITTED_BY_PROBE;", new: "return admission || 1;", tests: enters + "a_program_of_the_pod's",
+		},
+		{
+			name: "seal: answers to probes are dropped", file: tc,
+			old: "return admission && admission->by == ADMITTED_BY_PROBE;", new: "return admission && 0;", tests: "TestProbesReachTheAppPastTheProxy",
+		},
+		{
+			name: "seal: packet sockets may pass it by", file: cgroup,
+			old: "if (!(ctx->level == SOL_PACKET && ctx->optname == PACKET_QDISC_BYPASS) &&", new: "if (!(0 && ctx->optname == PACKET_QDISC_BYPASS) &&", tests: leaves + "a_packet_socket_past",
+		},
+		{
+			name: "seal: AF_XDP may pass it by", file: cgroup,
+			old: "&& ctx->level != SOL_XDP) {", new: ") {", tests: leaves + "AF_XDP",
+		},
+		{
+			name: "seal: others' options are refused too", file: cgroup,
+			old: "if (!pod_lookup(cookie))\n\t\treturn 1;\n\tcount", new: "if (0)\n\t\treturn 1;\n\tcount", tests: leaves + "a_packet_socket_past",
+		},
+		// Probes.
+		{
+			name: "probes: every process of the host's is one", file: cgroup,
+			old: "return !current_has_role(CGROUP_PODS);", new: "return true;", tests: "TestWhoseConnectionsAreProbes",
+		},
+		{
+			name: "probes: with --probe-source=kubelet, every process is one", file: cgroup,
+			old: "return current_has_role(CGROUP_KUBELET);", new: "return true;", tests: "TestOnlyTheKubeletsCgroupMayProbe",
+		},
+		{
+			name: "probes: IPv4 ones keep the host's address", file: cgroup,
+			old: "if (!source.sin_addr.s_addr || bpf_bind(ctx, (struct sockaddr *)&source, sizeof(source)))", new: "if (!source.sin_addr.s_addr)", tests: "TestProbesReachTheAppPastTheProxy",
+		},
+		{
+			name: "probes: IPv6 ones keep the host's address", file: cgroup,
+			old: "if (!addr_is_set(&source.sin6_addr) || bpf_bind(ctx, (struct sockaddr *)&source, sizeof(source)))", new: "if (!addr_is_set(&source.sin6_addr))", tests: "TestProbesReachTheAppPastTheProxy",
+		},
+		{
+			name: "probes: their flows are not admitted", file: sockOps,
+			old: "if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))", new: "if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY) || 1)", tests: "TestProbesReachTheAppPastTheProxy",
+		},
+		{
+			name: "probes: their flows are admitted for ever", file: sockOps,
+			old: "bpf_map_delete_elem(&admitted, &flow);", new: "", tests: "TestTenThousandProbes|TestAFailedProbeIsNotAdmittedForLong",
+		},
+		{
+			name: "probes: whom a socket probes is not looked up again", file: sockOps,
+			old: "if (!target || target->netns_cookie != verdict->probe_target)", new: "if (0 && (!target || target->netns_cookie != verdict->probe_target))", tests: "TestVerdictsBesideOtherPrograms",
+		},
+		// Enrolment.
+		{
+			name: "enrol: no rule", file: netns,
+			old: "switch err := n.handle.RuleAdd(rule); {", new: "switch err := error(unix.EEXIST); {", tests: "TestOutbound$/IPv4/plain",
+		},
+		{
+			name: "enrol: no route", file: netns,
+			old: "switch err := n.handle.RouteAdd(route); {", new: "switch err := error(unix.EEXIST); {", tests: "TestOutbound$/IPv4/plain",
+		},
+		{
+			name: "enrol: no tcp_fwmark_accept", file: netns,
+			old: "{sysctlFwmarkAccept, &changed.TCPFwmarkAccept},\n", new: "", tests: "TestInbound$/IPv4/plain",
+		},
+		{
+			name: "enrol: no fwmark_reflect", file: netns,
+			old: "{sysctlFwmarkReflect, &changed.FwmarkReflect},\n", new: "", tests: "TestAClosedPortIsRefusedAtOnce",
+		},
+		{
+			name: "enrol: no fwmark_reflect for IPv6", file: netns,
+			old: "{sysctlFwmarkReflectV6, &changed.FwmarkReflectV6},\n", new: "", tests: "TestAClosedPortIsRefusedAtOnce",
+		},
+		{
+			name: "enrol: no seal", file: enroll,
+			old: "if err == nil && (renew || !sealed) {", new: "if err == nil && false {", tests: leaves + "a_raw_socket's_SYN$",
+		},
+		{
+			name: "enrol: own addresses are not known", file: enroll,
+			old: "if err := e.Datapath.Maps().PutOwnAddr(cookie, addr, ifindex); err != nil {", new: "if err := error(nil); err != nil {", tests: "TestUntouched",
+		},
+		{
+			name: "enrol: addresses that are gone stay known", file: enroll,
+			old: "\t\tif err := e.Datapath.Maps().DeleteOwnAddr(cookie, addr); err != nil {\n\t\t\treturn nil,", new: "\t\tif err := error(nil); err != nil {\n\t\t\treturn nil,",
+			tests: "TestAnAddressThatIsGoneIsNotThePods",
+		},
+		{
+			name: "watch: new links are not noticed", file: watch,
+			old: "Groups: unix.RTMGRP_LINK | unix.RTMGRP_TC | unix.RTMGRP_IPV4_IFADDR | unix.RTMGRP_IPV6_IFADDR |", new: "Groups: ",
+			tests: "TestANewInterfaceGetsItsSealAndItsAddressIsKnown", pkg: "./pkg/enroll",
+		},
+		{
+			name: "watch: a pod that never pauses keeps it from looking", file: watch,
+			old: "err == nil && time.Now().Before(end); {", new: "err == nil && (true || time.Now().Before(end)); {", tests: "TestANoisyPodIsRepairedToo",
+		},
+		{
+			name: "repair: no seal", file: watch,
+			old: "undo, err := e.applySeals(p, n, false)", new: "undo, err := func() error(nil), error(nil)", tests: "TestTheSealIsSoonThereAgain",
+		},
+		{
+			name: "repair: no rule or route", file: watch,
+			old: "undo, err = n.addRouting(family)", new: "undo, err = nil, error(nil)\n\t\t_ = family", tests: "TestWhatAPodTakesAwayIsPutBack/the_IPv[46]_r",
+		},
+		{
+			name: "repair: no sysctl", file: watch,
+			old: "changed, err := n.setSysctls()", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
+		},
+		{
+			name: "repair: a seal behind another filter is good enough", file: loader,
+			old: "return len(found) > 0 && first, err", new: "return len(found) > 0 || first, err", tests: "TestTheSealIsSoonThereAgain/kept",
+		},
+		{
+			name: "repair: a seal behind another filter stays there", file: loader,
+			old: "if first {\n\t\t\t\tcontinue", new: "if first || true {\n\t\t\t\tcontinue", tests: "TestTheSealIsSoonThereAgain/kept",
+		},
+		{
+			name: "take-over: a listener is not noted as the proxy's", file: takeover,
+			old: "if err := m.NoteProxySocket(fd); err != nil {", new: "if err := error(nil); err != nil {", tests: "TestListenersFromBeforeAreTakenOver",
+		},
+		{
+			name: "take-over: the outbound listener keeps its mark", file: takeover,
+			old: "mark&^markMask|markReply); err != nil {", new: "mark); err != nil {", tests: "TestListenersFromBeforeAreTakenOver",
+		},
+		{
+			name: "take-over: what may not be looked at is not told", file: takeover,
+			old: "if err != nil && !errors.Is(err, fs.ErrNotExist) {", new: "if false && !errors.Is(err, fs.ErrNotExist) {", tests: "TestListenersThatCannotBeTakenOver",
+		},
+	}
+}
