@@ -273,7 +273,10 @@ func (o *agentOptions) addProbeAddrs(datapath *loader.Datapath) (probes hostprob
 		}
 		return hostprobe.Remove(probes)
 	}
-	return probes, undo, hostprobe.Remove(stale)
+	if err := hostprobe.Remove(stale); err != nil {
+		return probes, nil, errors.Join(err, undo())
+	}
+	return probes, undo, nil
 }
 
 // release gives the socket back: only Serve does that.
