@@ -22,32 +22,36 @@ func frames(w *wire) (sealed, open map[string][]byte) {
 	opening := tcpHeader(syn, 1)
 	nops := []byte{1, 1, 1, 1, 1, 1, 1, 0}
 	plain4, plain6 := ipv4(src4, dst4, 6, nil, 0, opening), ipv6(src6, dst6, 6, nil, opening)
+	cutOff := v6([]extension{fragmentHeader(0, true), padded(destOptions)}, nil)
+	cutOff = cutOff[:len(cutOff)-8]
 	auth := extension{authExt, make([]byte, 22)}
 	var many []extension
 	for range 9 {
 		many = append(many, padded(destOptions))
 	}
 	sealed = map[string][]byte{
-		"IPv4":                                 v4(nil, 0, opening),
-		"IPv4 with options":                    v4(nops, 0, opening),
-		"IPv4 SYN with FIN":                    v4(nil, 0, tcpHeader(syn|fin, 1)),
-		"IPv4 SYN with ECN flags":              v4(nil, 0, tcpHeader(syn|0xc0, 1)),
-		"IPv4 first fragment":                  v4(nil, moreFragments, opening),
-		"IPv4 first fragment without flags":    v4(nil, moreFragments, opening[:8]),
-		"IPv4 in a VLAN":                       w.ethernet(typeIPv4, []uint16{typeVLAN}, plain4),
-		"IPv4 in two VLANs":                    w.ethernet(typeIPv4, []uint16{typeQinQ, typeVLAN}, plain4),
-		"IPv4 in three VLANs":                  w.ethernet(typeIPv4, []uint16{typeQinQ, typeVLAN, typeVLAN}, plain4),
-		"IPv6":                                 v6(nil, opening),
-		"IPv6 with hop-by-hop options":         v6([]extension{padded(hopByHop)}, opening),
-		"IPv6 with destination options":        v6([]extension{padded(destOptions)}, opening),
-		"IPv6 with a routing header":           v6([]extension{{routing, []byte{0, 0, 0, 0, 0, 0}}}, opening),
-		"IPv6 with an authentication header":   v6([]extension{auth}, opening),
-		"IPv6 with all of these":               v6([]extension{padded(hopByHop), padded(destOptions), {routing, []byte{0, 0, 0, 0, 0, 0}}, auth, padded(destOptions)}, opening),
-		"IPv6 first fragment":                  v6([]extension{fragmentHeader(0, true)}, opening),
-		"IPv6 first fragment without flags":    v6([]extension{fragmentHeader(0, true)}, opening[:8]),
-		"IPv6 fragment that ends in a header":  v6([]extension{padded(hopByHop), fragmentHeader(0, true), padded(destOptions)}, nil),
-		"IPv6 with more headers than is sound": v6(many, opening),
-		"IPv6 in a VLAN":                       w.ethernet(typeIPv6, []uint16{typeVLAN}, plain6),
+		"IPv4":                                     v4(nil, 0, opening),
+		"IPv4 with options":                        v4(nops, 0, opening),
+		"IPv4 SYN with FIN":                        v4(nil, 0, tcpHeader(syn|fin, 1)),
+		"IPv4 SYN with ECN flags":                  v4(nil, 0, tcpHeader(syn|0xc0, 1)),
+		"IPv4 first fragment":                      v4(nil, moreFragments, opening),
+		"IPv4 first fragment without flags":        v4(nil, moreFragments, opening[:8]),
+		"IPv4 in a VLAN":                           w.ethernet(typeIPv4, []uint16{typeVLAN}, plain4),
+		"IPv4 in two VLANs":                        w.ethernet(typeIPv4, []uint16{typeQinQ, typeVLAN}, plain4),
+		"IPv4 in three VLANs":                      w.ethernet(typeIPv4, []uint16{typeQinQ, typeVLAN, typeVLAN}, plain4),
+		"IPv6":                                     v6(nil, opening),
+		"IPv6 with hop-by-hop options":             v6([]extension{padded(hopByHop)}, opening),
+		"IPv6 with destination options":            v6([]extension{padded(destOptions)}, opening),
+		"IPv6 with a routing header":               v6([]extension{{routing, []byte{0, 0, 0, 0, 0, 0}}}, opening),
+		"IPv6 with an authentication header":       v6([]extension{auth}, opening),
+		"IPv6 with all of these":                   v6([]extension{padded(hopByHop), padded(destOptions), {routing, []byte{0, 0, 0, 0, 0, 0}}, auth, padded(destOptions)}, opening),
+		"IPv6 first fragment":                      v6([]extension{fragmentHeader(0, true)}, opening),
+		"IPv6 first fragment without flags":        v6([]extension{fragmentHeader(0, true)}, opening[:8]),
+		"IPv6 fragment that ends in a header":      v6([]extension{padded(hopByHop), fragmentHeader(0, true), padded(destOptions)}, nil),
+		"IPv6 fragment that ends before a header":  cutOff,
+		"IPv6 fragment within a fragment's header": v6([]extension{padded(hopByHop), fragmentHeader(0, true)}, nil)[:14+40+8+1],
+		"IPv6 with more headers than is sound":     v6(many, opening),
+		"IPv6 in a VLAN":                           w.ethernet(typeIPv6, []uint16{typeVLAN}, plain6),
 	}
 	open = map[string][]byte{
 		"IPv4 ACK":                   v4(nil, 0, tcpHeader(ack, 1)),

@@ -239,23 +239,27 @@ var failedTest = regexp.MustCompile(`(?m)^\s*--- FAIL: (\S+)`)
 
 // try makes one change, runs the tests, and undoes it. It returns the test that failed.
 func (t *tree) try(ctx context.Context, m mutation) (killer string, err error) {
-	path := filepath.Join(t.dir, m.file)
-	before, err := os.ReadFile(path)
+	before, err := os.ReadFile(filepath.Join(t.dir, m.file))
 	if err != nil {
 		return "", err
 	}
 	if n := strings.Count(string(before), m.old); n != 1 {
 		return "", fmt.Errorf("it no longer applies: its text is in %s %d times", m.file, n)
 	}
-	defer func() { err = errors.Join(err, os.WriteFile(path, before, 0o644)) }()
-	if err := os.WriteFile(path, []byte(strings.Replace(string(before), m.old, m.new, 1)), 0o644); err != nil {
+	changed := []string{m.file}
+	if strings.HasPrefix(m.file, "bpf/") {
+		changed = append(changed, generated...)
+	}
+	undo, err := t.remember(changed)
+	if err != nil {
 		return "", err
 	}
-	if strings.HasPrefix(m.file, "bpf/") {
-		out, err := t.command(ctx, "go", "generate", "./bpf")
-		// Whatever comes next must not find it.
-		defer func() { _, _ = t.command(context.WithoutCancel(ctx), "go", "generate", "./bpf") }()
-		if err != nil {
+	defer func() { err = errors.Join(err, undo()) }()
+	if err := t.write(m.file, []byte(strings.Replace(string(before), m.old, m.new, 1))); err != nil {
+		return "", err
+	}
+	if len(changed) > 1 {
+		if out, err := t.command(ctx, "go", "generate", "./bpf"); err != nil {
 			return "", fmt.Errorf("it does not compile: %s", firstError(out))
 		}
 	}
@@ -282,6 +286,30 @@ func (t *tree) try(ctx context.Context, m mutation) (killer string, err error) {
 		return "", fmt.Errorf("the tests ended with %w, but none failed: %s", err, firstError(out))
 	}
 	return killer, nil
+}
+
+// generated is what go generate makes of the programs.
+var generated = []string{"bpf/redirector_bpfel.o", "bpf/redirector_bpfel.go"}
+
+// remember returns how to make these files what they are now.
+func (t *tree) remember(files []string) (undo func() error, err error) {
+	contents := map[string][]byte{}
+	for _, f := range files {
+		if contents[f], err = os.ReadFile(filepath.Join(t.dir, f)); err != nil {
+			return nil, err
+		}
+	}
+	return func() error {
+		var errs []error
+		for f, content := range contents {
+			errs = append(errs, t.write(f, content))
+		}
+		return errors.Join(errs...)
+	}, nil
+}
+
+func (t *tree) write(file string, content []byte) error {
+	return os.WriteFile(filepath.Join(t.dir, file), content, 0o644) //nolint:gosec // as the others in the tree
 }
 
 // firstError is the first line of a compiler's or a test's output that says what is wrong.
