@@ -309,7 +309,7 @@ func (t *tree) remember(files []string) (undo func() error, err error) {
 }
 
 func (t *tree) write(file string, content []byte) error {
-	return os.WriteFile(filepath.Join(t.dir, file), content, 0o644) //nolint:gosec // as the others in the tree
+	return os.WriteFile(filepath.Join(t.dir, file), content, 0o644)
 }
 
 // firstError is the first line of a compiler's or a test's output that says what is wrong.
