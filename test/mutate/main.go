@@ -30,6 +30,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -62,7 +63,7 @@ func main() {
 	list := flag.Bool("list", false, "list the mutations")
 	markdown := flag.String("markdown", "", "`file` to write the table to")
 	flag.Parse()
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	ok, err := run(ctx, *pattern, *list, *markdown)
 	if err != nil {
