@@ -4,6 +4,8 @@ package dataplane
 
 import (
 	"context"
+	"errors"
+	"log/slog"
 	"net/netip"
 	"os"
 	"slices"
@@ -15,6 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
+	"github.com/redirector-dataplane/redirector/pkg/zds"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
@@ -129,6 +133,94 @@ func TestListenersFromBeforeAreTakenOver(t *testing.T) {
 	}
 	if inside.Accepts() != 6 {
 		t.Errorf("the app has accepted %d connections, want 6", inside.Accepts())
+	}
+}
+
+// A proxy that another agent has told of the pod has listeners that no program of ours has ever seen.
+func TestListenersOfAnotherAgentAreTakenOver(t *testing.T) {
+	s := newEvasionStage(t)
+	s.cleanUp(t)
+	if err := os.MkdirAll(s.RunDir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	pod := s.newPod(t)
+	ns, err := podns.Open(pod.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := zds.Listen(zds.Options{Path: s.ZDSSocket, Log: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	served := make(chan error, 1)
+	go func() { served <- other.Serve(ctx) }()
+	err = other.Set(zds.Pod{UID: "uid-" + pod.Name, Name: pod.Name, Namespace: "default", ServiceAccount: "default", NetNS: ns})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := s.startNodeProxyProcess()
+	if err := other.Wait(ctx, "uid-"+pod.Name); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Signal(unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if err := errors.Join(<-served, ns.Close()); err != nil {
+		t.Fatal(err)
+	}
+	s.startAgent()
+	if _, err := s.agent.client.Enroll(t.Context(), api.EnrollRequest{Spec: agent.Spec(pod)}); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Signal(unix.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	s.waitProxy(p)
+	s.enrolPod(t, pod)
+	s.serve(pod, evasionPort, bed.AppOptions{})
+	eachFamily(t, func(t *testing.T, family string) {
+		s.proxyHearsThatAClientIsGone(t, pod, family)
+		remote := netip.AddrPortFrom(addr(pod, family), evasionPort)
+		_, local := ask(t, s.Outside, bed.DialSpec{Remote: remote})
+		p.saw(pod, "inbound", local, remote)
+	})
+	if c := s.podStatus(t, pod).Counters; c.ListenersAdded > 0 {
+		t.Errorf("the proxy has listened anew, so nothing was taken over: %+v", c)
+	}
+}
+
+// proxyHearsThatAClientIsGone has a client of the pod end without a word, and then the server speak to it: the proxy is to be
+// told by a reset that nobody is there, which needs its listener's mark to be as if it had been seen made.
+func (s *evasionStage) proxyHearsThatAClientIsGone(t *testing.T, pod *bed.NS, family string) {
+	t.Helper()
+	l, err := s.Outside.Listen("tcp", 0, bed.ListenOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	at, err := bed.Sockname(l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := dial(t, pod, bed.DialSpec{Remote: netip.AddrPortFrom(addr(s.Outside, family), at.Port())})
+	server := accept(t, l)
+	raw, err := client.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// In repair mode a socket closes without a word.
+	if errControl := raw.Control(func(fd uintptr) { err = option(unix.SOL_TCP, unix.TCP_REPAIR, 1)(int(fd)) }); errControl != nil || err != nil {
+		t.Fatal(errControl, err)
+	}
+	_ = client.Close()
+	if _, err := server.Write([]byte("anybody there?")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := server.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the proxy does not hear that its client is gone: the server reads %v", err)
 	}
 }
 

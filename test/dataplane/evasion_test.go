@@ -174,11 +174,17 @@ func (s *evasionStage) joinGroup(name string) {
 // startNodeProxy starts a node proxy in a cgroup of its own, and waits until it is ready.
 func (s *evasionStage) startNodeProxy(args ...string) *proxy {
 	s.t.Helper()
+	p := s.startNodeProxyProcess(args...)
+	s.waitProxy(p)
+	return p
+}
+
+func (s *evasionStage) startNodeProxyProcess(args ...string) *proxy {
+	s.t.Helper()
 	s.proxies++
 	p := &proxy{log: filepath.Join(s.Dir, fmt.Sprintf("proxy%d.json", s.proxies)), t: s.t}
 	p.Proc = s.startIn("proxy", s.Node, fmt.Sprintf("proxy%d", s.proxies), "nodeproxy",
 		append([]string{"--zds-socket", s.ZDSSocket, "--log", p.log}, args...)...)
-	s.waitProxy(p)
 	s.proxy = p
 	return p
 }

@@ -408,7 +408,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "take-over: the outbound listener keeps its mark", file: takeover,
-			old: "mark&^markMask|markReply); err != nil {", new: "mark); err != nil {", tests: "TestListenersFromBeforeAreTakenOver",
+			old: "mark&^markMask|markReply); err != nil {", new: "mark); err != nil {", tests: "TestListenersOfAnotherAgentAreTakenOver",
 		},
 		{
 			name: "take-over: what may not be looked at is not told", file: takeover,
