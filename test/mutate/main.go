@@ -3,7 +3,7 @@
 // Mutate shows that the tests of the dataplane can fail: it takes one rule after the other out of the programs and out of
 // enrolment, and runs the tests that must notice.
 //
-//	go run ./test/mutate                      all mutations; takes about ten minutes
+//	go run ./test/mutate                      all mutations; takes about fifteen minutes
 //	go run ./test/mutate -run 'seal: .*'      those whose names match
 //	go run ./test/mutate -list                their names
 //	go run ./test/mutate -markdown FILE       and write the table to a file
