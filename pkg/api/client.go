@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/sockfile"
 )
 
 // maxAnswer bounds what is read of an answer, in bytes: as many pods as the maps hold, with room.
@@ -104,9 +105,9 @@ type dialError struct{ error }
 func (e *dialError) Unwrap() error { return e.error }
 
 func (c *Client) dial(ctx context.Context, _, _ string) (net.Conn, error) {
-	if len(c.socket) > maxSocketPath {
+	if len(c.socket) > sockfile.MaxPath {
 		return nil, &dialError{fmt.Errorf("agent socket %s: the path has %d bytes, a Unix socket's has %d at most: use a shorter run-dir",
-			c.socket, len(c.socket), maxSocketPath)}
+			c.socket, len(c.socket), sockfile.MaxPath)}
 	}
 	var dialer net.Dialer
 	conn, err := dialer.DialContext(ctx, "unix", c.socket)

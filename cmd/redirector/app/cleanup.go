@@ -11,8 +11,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/sockfile"
 )
 
 type cleanupOptions struct {
@@ -72,9 +72,9 @@ func (o *cleanupOptions) clean() (err error) {
 		return err
 	}
 	_ = os.Remove(stateDir) // fails if there is something of others in it
-	err = api.RemoveStaleSocket(o.zdsSocket)
-	if errors.Is(err, api.ErrSocketInUse) {
+	err = sockfile.RemoveStale("unix", o.zdsSocket)
+	if errors.Is(err, sockfile.ErrInUse) {
 		err = nil // of another agent, as istio-cni's, which has taken over
 	}
-	return errors.Join(err, api.RemoveStaleSocket(socketIn(o.runDir)))
+	return errors.Join(err, sockfile.RemoveStale("unix", socketIn(o.runDir)))
 }
