@@ -18,6 +18,7 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/cgroups"
 	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
 // rescanEvery is how soon a kubelet's or the pods' cgroup that was made anew is recognised.
@@ -54,9 +55,9 @@ type Identity struct {
 // New writes the settings and what a first scan of the node finds. The calling process must be in the host's network
 // namespace.
 func New(opts Options) (*Identity, error) {
-	cookie, err := ownNetNSCookie()
+	cookie, err := podns.Cookie()
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("read the host's netns cookie: %w", err)
 	}
 	i := &Identity{
 		opts: opts,
@@ -241,17 +242,4 @@ func (i *Identity) warn(topic string, on bool, text string) {
 		i.opts.Log.Warn("who is who on the node cannot be told as asked for", "why", text)
 	}
 	i.warnings[topic] = text
-}
-
-func ownNetNSCookie() (uint64, error) {
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return 0, fmt.Errorf("make a socket: %w", err)
-	}
-	defer unix.Close(fd)
-	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
-	if err != nil {
-		return 0, fmt.Errorf("read the host's netns cookie: %w", err)
-	}
-	return cookie, nil
 }

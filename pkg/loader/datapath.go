@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/bpf"
+	"github.com/redirector-dataplane/redirector/pkg/cgroups"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
 
@@ -265,12 +266,12 @@ func isOnCgroup(l link.Link, cgroup string) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("look at a cgroup link: %w", err)
 	}
-	var st unix.Stat_t
-	if err := unix.Stat(cgroup, &st); err != nil {
-		return false, fmt.Errorf("cgroup %s: %w", cgroup, err)
+	id, err := cgroups.ID(cgroup)
+	if err != nil {
+		return false, err
 	}
 	on := info.Cgroup()
-	return on != nil && on.CgroupId == st.Ino, nil
+	return on != nil && on.CgroupId == id, nil
 }
 
 // Adopted says whether the dataplane had been there before Open.
@@ -279,11 +280,11 @@ func (d *Datapath) Adopted() bool { return d.adopted }
 // Maps gives access to the maps, valid until Close.
 func (d *Datapath) Maps() *maps.Maps { return d.maps }
 
-// BPFFS is the directory that holds the pins.
-func (d *Datapath) BPFFS() string { return d.bpffs }
-
-// Close gives back the process's handles. The dataplane goes on working.
+// Close gives back the process's handles. The dataplane goes on working. d may be nil, for none.
 func (d *Datapath) Close() error {
+	if d == nil {
+		return nil
+	}
 	var errs []error
 	if d.maps != nil {
 		errs = append(errs, d.maps.Close())

@@ -15,6 +15,8 @@ import (
 	"github.com/cilium/ebpf/rlimit"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
 // Feature is something of the kernel that the dataplane cannot do without.
@@ -141,12 +143,7 @@ func probeCgroupLink() error {
 }
 
 func probeNetnsCookieOption() error {
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(fd)
-	_, err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	_, err := podns.Cookie()
 	return err
 }
 

@@ -44,11 +44,7 @@ func (d *Datapath) HasSealed(handle *netlink.Handle, l netlink.Link) (bool, erro
 	if err != nil {
 		return false, err
 	}
-	for _, filter := range found {
-		seal, ok := filter.(*netlink.BpfFilter)
-		if !ok {
-			continue
-		}
+	for _, seal := range found {
 		if _, ours, err := d.inspect(ebpf.ProgramID(seal.Id)); err != nil || ours {
 			return ours, err
 		}

@@ -165,22 +165,15 @@ func Unseal(handle *netlink.Handle, l netlink.Link) error {
 		if filter.Attrs().Handle != sealOnOwnQdisc {
 			continue
 		}
-		used, err := clsactUsed(handle, l)
-		if err != nil {
+		if err := RemoveUnusedClsact(handle, l); err != nil {
 			return err
-		}
-		if used {
-			continue
-		}
-		if err := handle.QdiscDel(clsactOf(l)); err != nil && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("remove the clsact qdisc from %s: %w", l.Attrs().Name, err)
 		}
 	}
 	return nil
 }
 
-// RemoveUnusedClsact removes the clsact qdisc of an interface, for one that an interrupted attempt to seal it has left. That
-// there is none, or that it is used, is no error.
+// RemoveUnusedClsact removes the clsact qdisc of an interface: when its seal is gone, or for one that an interrupted attempt to
+// seal it has left. That there is none, or that it is used, is no error.
 func RemoveUnusedClsact(handle *netlink.Handle, l netlink.Link) error {
 	used, err := clsactUsed(handle, l)
 	if err != nil || used {
@@ -209,7 +202,7 @@ func HasClsact(handle *netlink.Handle) ([]int, error) {
 }
 
 // seals lists our filters on the interface, and says whether one is the first of all there.
-func seals(handle *netlink.Handle, l netlink.Link) (found []netlink.Filter, first bool, err error) {
+func seals(handle *netlink.Handle, l netlink.Link) (found []*netlink.BpfFilter, first bool, err error) {
 	filters, err := handle.FilterList(l, netlink.HANDLE_MIN_EGRESS)
 	if err != nil {
 		return nil, false, fmt.Errorf("list the filters of %s: %w", l.Attrs().Name, err)

@@ -89,7 +89,7 @@ func (n *NetNS) identify() error {
 		if host {
 			return fmt.Errorf("%q %w", n.path, ErrHost)
 		}
-		n.cookie, err = netnsCookie()
+		n.cookie, err = Cookie()
 		if err != nil {
 			return fmt.Errorf("network namespace %q: read its cookie (SO_NETNS_COOKIE needs kernel 5.14): %w", n.path, err)
 		}
@@ -156,8 +156,8 @@ func statNetNS(path string) (identity, error) {
 	return identity{st.Dev, st.Ino}, nil
 }
 
-// netnsCookie reads the cookie of the calling thread's network namespace.
-func netnsCookie() (uint64, error) {
+// Cookie reads the cookie of the calling thread's network namespace. Needs kernel 5.14 (SO_NETNS_COOKIE).
+func Cookie() (uint64, error) {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return 0, err

@@ -23,7 +23,7 @@ func newNetNS(t *testing.T) string {
 	if os.Geteuid() != 0 {
 		t.Fatal("run the tests as root: they make network namespaces")
 	}
-	if _, err := netnsCookie(); errors.Is(err, unix.ENOPROTOOPT) {
+	if _, err := Cookie(); errors.Is(err, unix.ENOPROTOOPT) {
 		t.Skip("needs kernel 5.14: SO_NETNS_COOKIE")
 	}
 	path := make(chan string)
