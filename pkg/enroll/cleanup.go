@@ -23,14 +23,13 @@ func Cleanup(bpffs, stateDir string) error {
 	}
 	saved, unread, err := readStates(stateDir)
 	if err != nil {
-		return errors.Join(err, closeIf(datapath))
+		return errors.Join(err, datapath.Close())
 	}
 	errs, err := leaveAll(datapath, saved)
 	if datapath != nil {
 		errs = append(errs, leaveHost(datapath))
-		err = errors.Join(err, datapath.Close())
 	}
-	if err != nil {
+	if err := errors.Join(err, datapath.Close()); err != nil {
 		return err
 	}
 	errs = append(errs, loader.Unload(bpffs))
@@ -50,13 +49,6 @@ func Cleanup(bpffs, stateDir string) error {
 		errs = append(errs, fmt.Errorf("of some pods it was not known what to restore: look at their sysctls tcp_fwmark_accept and fwmark_reflect: %w", errors.Join(unread...)))
 	}
 	return errors.Join(errs...)
-}
-
-func closeIf(datapath *loader.Datapath) error {
-	if datapath == nil {
-		return nil
-	}
-	return datapath.Close()
 }
 
 // leaveHost takes the addresses that probes come from off the host's lo.

@@ -52,13 +52,7 @@ func (e *Enroller) lacksListeners(uid string) (cookie uint64, lacks bool) {
 	if !ok || len(proxied.Acked) == 0 {
 		return 0, false
 	}
-	e.mu.Lock()
-	p := e.byUID[uid]
-	e.mu.Unlock()
-	if p == nil {
-		return 0, false
-	}
-	shown := p.shown.Load()
+	shown := e.shown(uid)
 	if shown == nil {
 		return 0, false
 	}

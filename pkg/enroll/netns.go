@@ -205,29 +205,30 @@ func localRule(family, table int) *netlink.Rule {
 	return rule
 }
 
-// Sysctls that carry the mark of a connection between proxy and app to the app's side of it.
-const (
-	sysctlFwmarkAccept    = "net/ipv4/tcp_fwmark_accept"
-	sysctlFwmarkReflect   = "net/ipv4/fwmark_reflect"
-	sysctlFwmarkReflectV6 = "net/ipv6/fwmark_reflect"
-)
+// sysctl is one that carries the mark of a connection between proxy and app to the app's side of it, and what is noted of it.
+type sysctl struct {
+	name string
+	// wasZero is set when enrolment finds or found it 0.
+	wasZero *bool
+}
+
+// sysctls lists those that the namespace has, with their places in r.
+func (n *podNet) sysctls(r *maps.Restore) []sysctl {
+	all := []sysctl{
+		{"net/ipv4/tcp_fwmark_accept", &r.TCPFwmarkAccept},
+		{"net/ipv4/fwmark_reflect", &r.FwmarkReflect},
+	}
+	if n.ipv6 {
+		all = append(all, sysctl{"net/ipv6/fwmark_reflect", &r.FwmarkReflectV6})
+	}
+	return all
+}
 
 // setSysctls sets what is 0 to 1 and returns which these were.
 func (n *podNet) setSysctls() (changed maps.Restore, err error) {
-	err = n.ns.Do(func() error {
-		for _, s := range []struct {
-			name    string
-			changed *bool
-		}{
-			{sysctlFwmarkAccept, &changed.TCPFwmarkAccept},
-			{sysctlFwmarkReflect, &changed.FwmarkReflect},
-			{sysctlFwmarkReflectV6, &changed.FwmarkReflectV6},
-		} {
-			if s.name == sysctlFwmarkReflectV6 && !n.ipv6 {
-				continue
-			}
-			var err error
-			if *s.changed, err = switchOn(s.name); err != nil {
+	err = n.ns.Do(func() (err error) {
+		for _, s := range n.sysctls(&changed) {
+			if *s.wasZero, err = switchOn(s.name); err != nil {
 				return err
 			}
 		}
@@ -245,14 +246,10 @@ func (n *podNet) restoreSysctls(r maps.Restore) error {
 	}
 	return n.ns.Do(func() error {
 		var errs []error
-		if r.TCPFwmarkAccept {
-			errs = append(errs, writeSysctl(sysctlFwmarkAccept, "0"))
-		}
-		if r.FwmarkReflect {
-			errs = append(errs, writeSysctl(sysctlFwmarkReflect, "0"))
-		}
-		if r.FwmarkReflectV6 {
-			errs = append(errs, writeSysctl(sysctlFwmarkReflectV6, "0"))
+		for _, s := range n.sysctls(&r) {
+			if *s.wasZero {
+				errs = append(errs, writeSysctl(s.name, "0"))
+			}
 		}
 		return errors.Join(errs...)
 	})
@@ -266,26 +263,17 @@ func (n *podNet) look() (was before, err error) {
 	if was.Clsact, err = loader.HasClsact(n.handle); err != nil {
 		return was, err
 	}
-	return was, n.ns.Do(func() error {
-		for _, s := range []struct {
-			name string
-			zero *bool
-		}{
-			{sysctlFwmarkAccept, &was.Restore.TCPFwmarkAccept},
-			{sysctlFwmarkReflect, &was.Restore.FwmarkReflect},
-			{sysctlFwmarkReflectV6, &was.Restore.FwmarkReflectV6},
-		} {
+	err = n.ns.Do(func() error {
+		for _, s := range n.sysctls(&was.Restore) {
 			value, err := readSysctl(s.name)
-			if errors.Is(err, fs.ErrNotExist) {
-				continue // no IPv6 here
-			}
 			if err != nil {
 				return err
 			}
-			*s.zero = value == "0"
+			*s.wasZero = value == "0"
 		}
 		return nil
 	})
+	return was, err
 }
 
 // switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was.

@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/google/renameio/v2"
@@ -48,13 +49,13 @@ type before struct {
 	Clsact []int `json:"clsact"`
 }
 
-func bootID() string {
+var bootID = sync.OnceValue(func() string {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
 		return ""
 	}
 	return strings.TrimSpace(string(b))
-}
+})
 
 func (e *Enroller) stateFile(uid string) string { return filepath.Join(e.StateDir, uid+stateSuffix) }
 

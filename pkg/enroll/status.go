@@ -81,16 +81,20 @@ func (p *pod) show() {
 	})
 }
 
+// shown is what was so for a pod when work on it last ended; nil if it is not enrolled.
+func (e *Enroller) shown(uid string) *Pod {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if p := e.byUID[uid]; p != nil {
+		return p.shown.Load()
+	}
+	return nil
+}
+
 // Pod describes one enrolled pod; the error wraps ErrNotEnrolled if it is not. It does not wait for work on the pod that is
 // under way.
 func (e *Enroller) Pod(uid string) (Pod, error) {
-	e.mu.Lock()
-	p := e.byUID[uid]
-	e.mu.Unlock()
-	if p == nil {
-		return Pod{}, ErrNotEnrolled
-	}
-	shown := p.shown.Load()
+	shown := e.shown(uid)
 	if shown == nil {
 		return Pod{}, ErrNotEnrolled
 	}

@@ -350,15 +350,15 @@ func mutations() []mutation {
 		},
 		{
 			name: "enrol: no tcp_fwmark_accept", file: netns,
-			old: "{sysctlFwmarkAccept, &changed.TCPFwmarkAccept},\n", new: "", tests: "TestInbound$/IPv4/plain",
+			old: "{\"net/ipv4/tcp_fwmark_accept\", &r.TCPFwmarkAccept},\n", new: "", tests: "TestInbound$/IPv4/plain",
 		},
 		{
 			name: "enrol: no fwmark_reflect", file: netns,
-			old: "{sysctlFwmarkReflect, &changed.FwmarkReflect},\n", new: "", tests: "TestAClosedPortIsRefusedAtOnce",
+			old: "{\"net/ipv4/fwmark_reflect\", &r.FwmarkReflect},\n", new: "", tests: "TestAClosedPortIsRefusedAtOnce",
 		},
 		{
 			name: "enrol: no fwmark_reflect for IPv6", file: netns,
-			old: "{sysctlFwmarkReflectV6, &changed.FwmarkReflectV6},\n", new: "", tests: "TestAClosedPortIsRefusedAtOnce",
+			old: "all = append(all, sysctl{\"net/ipv6/fwmark_reflect\", &r.FwmarkReflectV6})\n", new: "", tests: "TestAClosedPortIsRefusedAtOnce",
 		},
 		{
 			name: "enrol: no seal", file: enroll,
