@@ -82,7 +82,10 @@ struct pod {
 	__u8 restore_tcp_fwmark_accept; /* net.ipv4.tcp_fwmark_accept */
 	__u8 restore_fwmark_reflect;    /* net.ipv4.fwmark_reflect */
 	__u8 restore_fwmark_reflect_v6; /* net.ipv6.fwmark_reflect */
-	__u8 reserved[5];
+	/* The pod's settings; 1: on. */
+	__u8 bypass_inbound; /* peers' connections go to the app, not to the proxy */
+	__u8 dns_capture;    /* DNS queries go to the proxy */
+	__u8 reserved[3];
 };
 
 /* An address on one of the pod's interfaces. */

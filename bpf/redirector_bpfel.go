@@ -93,7 +93,9 @@ type RedirectorPod struct {
 	RestoreTcpFwmarkAccept uint8
 	RestoreFwmarkReflect   uint8
 	RestoreFwmarkReflectV6 uint8
-	Reserved               [5]uint8
+	BypassInbound          uint8
+	DnsCapture             uint8
+	Reserved               [3]uint8
 }
 
 type RedirectorPodCounters struct {

@@ -39,6 +39,8 @@ type Config struct {
 	// StateDir is the directory for one small file per pod.
 	StateDir string
 	Log      *slog.Logger
+	// DNSCapture says whether to capture the DNS queries of pods that do not say it themselves.
+	DNSCapture bool
 	// Observe is told how long each step of an enrolment took. It may be nil.
 	Observe func(step string, took time.Duration)
 }
@@ -335,7 +337,14 @@ func (e *Enroller) apply(p *pod) (err error) {
 		return func() error { return e.Datapath.DetachSteer(p.uid) }, nil
 	})
 	step("map entry", func() (func() error, error) {
-		entry := maps.Pod{UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Restore: p.before.Restore}
+		entry := maps.Pod{
+			UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Restore: p.before.Restore,
+			BypassInbound: p.spec.Settings.BypassInbound,
+			DNSCapture:    e.DNSCapture,
+		}
+		if own := p.spec.Settings.DNSCapture; own != nil {
+			entry.DNSCapture = *own
+		}
 		entry.Restore.TCPFwmarkAccept = entry.Restore.TCPFwmarkAccept || changed.TCPFwmarkAccept
 		entry.Restore.FwmarkReflect = entry.Restore.FwmarkReflect || changed.FwmarkReflect
 		entry.Restore.FwmarkReflectV6 = entry.Restore.FwmarkReflectV6 || changed.FwmarkReflectV6

@@ -25,6 +25,8 @@ type Spec struct {
 	NetNS string `json:"netns"`
 	// IPs are addresses of which the namespace must own at least one; none: any namespace will do.
 	IPs []netip.Addr `json:"ips,omitempty"`
+	// Settings are what the pod asks for.
+	Settings Settings `json:"settings,omitzero"`
 }
 
 // uidPattern allows what may be the name of a directory of pins. The BPF filesystem allows no '.' there.

@@ -57,6 +57,9 @@ type Pod struct {
 	NetNSInode uint64  // as in /proc/PID/ns/net
 	Interface  string  // the one besides lo; empty if there is none, or if there are several
 	Restore    Restore // what to undo when the pod leaves
+
+	BypassInbound bool // peers' connections go to the app, not to the proxy
+	DNSCapture    bool // DNS queries go to the proxy
 }
 
 // Restore names the sysctls that were 0 before enrolment, and that must be 0 again after it.
@@ -76,6 +79,8 @@ func (m *Maps) PutPod(cookie uint64, pod Pod) error {
 		RestoreTcpFwmarkAccept: bit(pod.Restore.TCPFwmarkAccept),
 		RestoreFwmarkReflect:   bit(pod.Restore.FwmarkReflect),
 		RestoreFwmarkReflectV6: bit(pod.Restore.FwmarkReflectV6),
+		BypassInbound:          bit(pod.BypassInbound),
+		DnsCapture:             bit(pod.DNSCapture),
 	}
 	putString(value.Uid[:], pod.UID)
 	putString(value.Ifname[:], pod.Interface)
@@ -124,6 +129,8 @@ func podOf(value *bpf.RedirectorPod) Pod {
 			FwmarkReflect:   value.RestoreFwmarkReflect != 0,
 			FwmarkReflectV6: value.RestoreFwmarkReflectV6 != 0,
 		},
+		BypassInbound: value.BypassInbound != 0,
+		DNSCapture:    value.DnsCapture != 0,
 	}
 }
 
