@@ -20,6 +20,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/cni"
 )
 
 // Exit statuses.
@@ -51,7 +53,12 @@ type loggedError struct{ error }
 
 // Main runs the command that args name and returns its exit status. It ends early, and in good order, when ctx is done or the
 // process gets SIGINT or SIGTERM.
+//
+// Where CNI_COMMAND is set and no command is named, it is the CNI plugin, and the rest of the environment says what to do.
 func Main(ctx context.Context, args []string, env Env) int {
+	if isPlugin(args, env) {
+		return cni.Main()
+	}
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
 	// A second signal ends the process at once.
@@ -105,6 +112,7 @@ called wrongly, and then says why in one line on standard error.`,
 	root.SetHelpCommand(newHelp())
 	for _, cmd := range []*cobra.Command{
 		newAgent(env), newEnroll(env), newUnenroll(env), newPods(env), newStatus(env), newCleanup(env), newVersion(env),
+		newCNI(), newInstall(env), newUninstall(env),
 	} {
 		cmd.Args = noArgs
 		root.AddCommand(cmd)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/sockfile"
 )
@@ -72,6 +73,12 @@ func (o *cleanupOptions) clean() (err error) {
 		return err
 	}
 	_ = os.Remove(stateDir) // fails if there is something of others in it
+	if err := cni.RemoveRunFiles(o.runDir); err != nil {
+		return err
+	}
+	if err := sockfile.RemoveStale("unix", filepath.Join(o.runDir, cni.SocketName)); err != nil {
+		return err
+	}
 	err = sockfile.RemoveStale("unix", o.zdsSocket)
 	if errors.Is(err, sockfile.ErrInUse) {
 		err = nil // of another agent, as istio-cni's, which has taken over

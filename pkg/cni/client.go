@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cni
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"time"
+)
+
+// askAgain is the pause between two tries to reach an agent.
+const askAgain = 250 * time.Millisecond
+
+// unreachableError says that no agent has taken the question: none listens, or it went away before it answered.
+type unreachableError struct {
+	socket string
+	err    error
+}
+
+func (e *unreachableError) Error() string {
+	return fmt.Sprintf("no redirector agent answers on %s (%v)", e.socket, e.err)
+}
+
+func (e *unreachableError) Unwrap() error { return e.err }
+
+// ask tells the agent of a pod and waits for its answer, nil if the pod may start. The error is an *unreachableError if there is
+// no agent. One that has taken the question and is silent is there: it may be about to capture the pod.
+func ask(ctx context.Context, socket string, pod *addBody) error {
+	body, err := json.Marshal(pod)
+	if err != nil {
+		return fmt.Errorf("write a request to the agent: %w", err)
+	}
+	client := http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", socket)
+		},
+	}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://unix"+addPath, bytes.NewReader(body))
+	if err != nil {
+		return fmt.Errorf("make a request to the agent: %w", err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := client.Do(req)
+	if err != nil {
+		return askError(ctx, socket, err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxBody))
+	if err != nil {
+		return askError(ctx, socket, err)
+	}
+	if resp.StatusCode == http.StatusOK {
+		return nil
+	}
+	return fmt.Errorf("the redirector agent answers %s: %s", resp.Status, strings.TrimSpace(string(answer)))
+}
+
+// askError tells an agent that is silent from one that is not there.
+func askError(ctx context.Context, socket string, err error) error {
+	if op, ok := errors.AsType[*net.OpError](err); ctx.Err() != nil && (!ok || op.Op != "dial") {
+		return fmt.Errorf("the redirector agent has not captured the pod in time (it listens on %s): see its log and the node proxy's; "+
+			"the kubelet tries again", socket)
+	}
+	return &unreachableError{socket: socket, err: cause(err)}
+}
+
+// cause takes off what net/http and net put around an error: the socket is named already.
+func cause(err error) error {
+	if op, ok := errors.AsType[*net.OpError](err); ok {
+		return op.Err
+	}
+	if unwrapped := errors.Unwrap(err); unwrapped != nil {
+		return unwrapped
+	}
+	return err
+}
+
+// sleep waits, but not longer than ctx.
+func sleep(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
