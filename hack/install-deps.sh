@@ -8,8 +8,12 @@ set -euo pipefail
 # A group is a list of TOOL=PACKAGE; a tool is a command, or an absolute path.
 group() {
 	case $1 in
-	test) ;; # the tests need Go and nothing else
-	race) echo gcc=gcc /usr/include/stdlib.h=libc6-dev ;;
+	# The plugins of test/cni, and what portmap runs.
+	test) echo /usr/lib/cni/bridge=containernetworking-plugins iptables=iptables ;;
+	race)
+		group test
+		echo gcc=gcc /usr/include/stdlib.h=libc6-dev
+		;;
 	format) echo clang-format-19=clang-format-19 ;;
 	generate)
 		echo clang-19=clang-19 llvm-strip-19=llvm-19 protoc=protobuf-compiler

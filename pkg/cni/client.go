@@ -33,6 +33,10 @@ func (e *unreachableError) Unwrap() error { return e.err }
 // ask tells the agent of a pod and waits for its answer, nil if the pod may start. The error is an *unreachableError if there is
 // no agent. One that has taken the question and is silent is there: it may be about to capture the pod.
 func ask(ctx context.Context, socket string, pod *addBody) error {
+	if deadline, ok := ctx.Deadline(); ok {
+		// The agent knows better than we why it takes so long, so its answer is to come before we give up.
+		pod.Timeout = time.Until(deadline) * 9 / 10
+	}
 	body, err := json.Marshal(pod)
 	if err != nil {
 		return fmt.Errorf("write a request to the agent: %w", err)
@@ -67,8 +71,7 @@ func ask(ctx context.Context, socket string, pod *addBody) error {
 // askError tells an agent that is silent from one that is not there.
 func askError(ctx context.Context, socket string, err error) error {
 	if op, ok := errors.AsType[*net.OpError](err); ctx.Err() != nil && (!ok || op.Op != "dial") {
-		return fmt.Errorf("the redirector agent has not captured the pod in time (it listens on %s): see its log and the node proxy's; "+
-			"the kubelet tries again", socket)
+		return fmt.Errorf("the redirector agent listens on %s and does not answer: see its log; the kubelet tries again", socket)
 	}
 	return &unreachableError{socket: socket, err: cause(err)}
 }

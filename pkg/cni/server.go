@@ -111,15 +111,20 @@ func (s *Server) add(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	_ = control.SetReadDeadline(time.Time{}) // from now on reading tells whether the client is still there
-	req, err := parseAdd(data)
+	req, timeout, err := parseAdd(data)
 	if err != nil {
 		http.Error(w, oneLine(err), http.StatusBadRequest)
 		return
 	}
 
-	ctx, cancel := context.WithTimeout(r.Context(), s.addTimeout)
+	if timeout <= 0 || timeout > s.addTimeout {
+		timeout = s.addTimeout
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), timeout)
 	defer cancel()
-	err = s.guardedAdd(ctx, req)
+	if err = s.guardedAdd(ctx, req); err != nil && ctx.Err() != nil {
+		err = fmt.Errorf("the pod was not captured and served within %s: %w", timeout, err)
+	}
 	_ = control.SetWriteDeadline(time.Now().Add(writeTimeout))
 	answer := addAnswer{Enrolled: err == nil}
 	if not, ok := errors.AsType[*NotEligibleError](err); ok {

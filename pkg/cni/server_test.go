@@ -254,11 +254,18 @@ func TestAnAgentThatIsSlow(t *testing.T) {
 		t.Errorf("with time to wait: %+v", r)
 	}
 	// Too slow is not away: it may be about to capture the pod.
-	add("50ms").wantError(t, 11, "shop/web", "has not captured the pod in time", a.runDir)
+	add("100ms").wantError(t, 11, "shop/web", "500", "not captured and served within")
 	a.stop()
 	if r := add("50ms"); r.code != 0 {
 		t.Errorf("with the agent away: %+v", r)
 	}
+	// Nor is one that is stopped by a debugger, say: it takes questions, but answers none.
+	l, err := ListenSocket(filepath.Join(a.runDir, SocketName))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	add("50ms").wantError(t, 11, "shop/web", a.runDir, "does not answer")
 }
 
 func TestAnAgentThatComesWhileAPodWaits(t *testing.T) {

@@ -157,8 +157,8 @@ func TestASecondWriter(t *testing.T) {
 			t.Logf("seed %d", seed)
 			n := newNode(t)
 			w := &writer{node: n, rand: rand.New(rand.NewPCG(seed, 1))}
-			n.run(change, nil)
-			n.run(change, nil) // an agent that is being replaced
+			stop := n.run(change, nil)
+			stopOther := n.run(change, nil) // an agent that is being replaced
 			for deadline := time.Now().Add(length); time.Now().Before(deadline); {
 				w.step()
 				time.Sleep(time.Duration(w.rand.Int64N(int64(50 * time.Millisecond))))
@@ -179,6 +179,8 @@ func TestASecondWriter(t *testing.T) {
 				return (first == kept || change == nil && first == strings.TrimSuffix(kept, ".conf")+listExt) &&
 					n.chained(first) && strings.Contains(n.read(first), want)
 			})
+			stop()
+			stopOther()
 			// Nobody else has it, and nothing is left of the fight.
 			files, err := os.ReadDir(n.netDir)
 			if err != nil {

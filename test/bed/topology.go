@@ -88,6 +88,27 @@ func (b *Bed) Pod(name string, opts PodOptions) (*NS, error) {
 	return ns, nil
 }
 
+// Bare makes a namespace with nothing but lo, as a runtime does before it calls the plugins that connect a pod. Its addresses are not
+// known here: V4 and V6 may be set when it has some.
+func (b *Bed) Bare(name string) (*NS, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return nil, errClosed
+	}
+	if !podName.MatchString(name) {
+		return nil, fmt.Errorf("pod name %q is not a DNS label", name)
+	}
+	ns, err := b.newNS(name)
+	if err != nil {
+		return nil, err
+	}
+	if err := ns.prepare(PodOptions{}); err != nil {
+		return nil, errors.Join(err, ns.remove())
+	}
+	return ns, nil
+}
+
 // RemovePod removes a pod as a runtime does when the pod ends: its link, the bind mount and with it the namespace, unless
 // a socket, a process or an open file still keeps that. The pod's addresses are not given to another.
 func (b *Bed) RemovePod(ns *NS) error {
