@@ -109,7 +109,10 @@ func (c *chain) has(entry []byte) bool {
 		return false
 	}
 	var there, want bytes.Buffer
-	return json.Compact(&there, c.plugin(ours[0])) == nil && json.Compact(&want, entry) == nil && bytes.Equal(there.Bytes(), want.Bytes())
+	if json.Compact(&there, c.plugin(ours[0])) != nil || json.Compact(&want, entry) != nil {
+		return false
+	}
+	return bytes.Equal(there.Bytes(), want.Bytes())
 }
 
 // appended returns the text with one more plugin at the end of the list, set off as the last one is.

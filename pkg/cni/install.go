@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -30,6 +31,9 @@ const (
 	// DefaultOwnConf is where Multus looks for the plugin when it is not chained. It sorts behind what runtimes take.
 	DefaultOwnConf = "YYY-redirector.conf"
 )
+
+// binaryMode is the mode of the plugin.
+const binaryMode fs.FileMode = 0o755
 
 // listExt ends the names of configuration lists, confExts those of all configurations that runtimes look at.
 const listExt = ".conflist"
@@ -78,8 +82,9 @@ type Options struct {
 type Installer struct {
 	opts Options
 
-	mu   sync.Mutex // one change at a time
-	said complaints
+	mu     sync.Mutex  // one change at a time
+	binary fs.FileInfo // of the plugin that was last seen to be right
+	said   complaints
 }
 
 // NewInstaller returns an installer that has done nothing yet. It fails when the options contradict each other.
@@ -125,25 +130,69 @@ func (in *Installer) Install() (changed []string, err error) {
 }
 
 func (in *Installer) installBinary() (changed string, err error) {
-	from := cmp.Or(in.opts.Binary, "/proc/self/exe")
-	binary, err := os.ReadFile(from)
-	if err != nil {
-		return "", fmt.Errorf("read the plugin's binary: %w", err)
-	}
 	to := filepath.Join(in.opts.BinDir, PluginType)
 	if err := os.Remove(to + retiredSuffix); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return "", fmt.Errorf("put the plugin back into use: %w", err)
 	}
+	// It is large, and compared byte by byte only when something is new about it.
 	info, err := os.Lstat(to)
-	if err == nil && info.Mode() == 0o755 && info.Size() == int64(len(binary)) {
-		if there, err := os.ReadFile(to); err == nil && bytes.Equal(there, binary) {
-			return "", nil
+	if err == nil && in.binary != nil && os.SameFile(info, in.binary) && info.ModTime().Equal(in.binary.ModTime()) && info.Mode() == in.binary.Mode() {
+		return "", nil
+	}
+	from, err := os.Open(cmp.Or(in.opts.Binary, "/proc/self/exe"))
+	if err != nil {
+		return "", fmt.Errorf("read the plugin's binary: %w", err)
+	}
+	defer from.Close()
+	if info == nil || info.Mode() != binaryMode || !sameContent(from, to) {
+		if err := copyBinary(from, to); err != nil {
+			return "", fmt.Errorf("install the plugin's binary into %s: %w: name the directory where the runtime looks for CNI plugins", in.opts.BinDir, err)
+		}
+		changed = to
+	}
+	in.binary, err = os.Lstat(to)
+	if err != nil {
+		return "", fmt.Errorf("look at the plugin's binary: %w", err)
+	}
+	return changed, nil
+}
+
+// copyBinary puts a copy in its place in one step: somebody may be running the old one.
+func copyBinary(from io.ReadSeeker, to string) error {
+	if _, err := from.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	file, err := renameio.NewPendingFile(to, renameio.WithStaticPermissions(binaryMode), renameio.WithTempDir(filepath.Dir(to)))
+	if err != nil {
+		return err
+	}
+	defer func() { _ = file.Cleanup() }()
+	if _, err := io.Copy(file, from); err != nil {
+		return err
+	}
+	return file.CloseAtomicallyReplace()
+}
+
+// sameContent says whether a file has what is read from the beginning of another.
+func sameContent(a io.Reader, path string) bool {
+	b, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer b.Close()
+	const part = 64 << 10
+	forA, forB := make([]byte, part), make([]byte, part)
+	for {
+		n, errA := io.ReadFull(a, forA)
+		m, errB := io.ReadFull(b, forB)
+		if !bytes.Equal(forA[:n], forB[:m]) {
+			return false
+		}
+		if errA != nil || errB != nil {
+			isEnd := func(err error) bool { return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) }
+			return isEnd(errA) && isEnd(errB)
 		}
 	}
-	if err := renameio.WriteFile(to, binary, 0o755, renameio.IgnoreUmask()); err != nil {
-		return "", fmt.Errorf("install the plugin's binary into %s: %w: name the directory where the runtime looks for CNI plugins", in.opts.BinDir, err)
-	}
-	return to, nil
 }
 
 // conf is one configuration in the directory.
@@ -187,7 +236,7 @@ func (in *Installer) read() (confs []*conf, settling string, err error) {
 			confs = append(confs, c)
 			continue
 		}
-		if c.confFile != nil && c.info != nil && time.Since(c.info.ModTime()) < settleTime {
+		if c.confFile != nil && c.info != nil && time.Since(c.info.ModTime()).Abs() < settleTime {
 			if settling == "" {
 				settling = c.name
 			}

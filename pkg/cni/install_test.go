@@ -393,6 +393,39 @@ func TestAConfigurationOfItsOwn(t *testing.T) {
 	}
 }
 
+func TestTheBinaryIsKeptRight(t *testing.T) {
+	n := newNode(t)
+	n.write("10-net.conflist", lists["compact"])
+	binary := filepath.Join(n.binDir, PluginType)
+	in := n.installer(nil)
+	for name, spoil := range map[string]func() error{
+		"missing":         func() error { return os.RemoveAll(binary) },
+		"not executable":  func() error { return os.Chmod(binary, 0o644) },
+		"another":         func() error { return os.WriteFile(binary, []byte("#!PLUGIN"), 0o755) },
+		"longer":          func() error { return os.WriteFile(binary, []byte("#!plugin and more"), 0o755) },
+		"empty":           func() error { return os.Truncate(binary, 0) },
+		"a symbolic link": func() error { return errors.Join(os.RemoveAll(binary), os.Symlink(n.file, binary)) },
+	} {
+		if _, err := in.Install(); err != nil {
+			t.Fatal(err)
+		}
+		if err := spoil(); err != nil {
+			t.Fatal(err)
+		}
+		changed, err := in.Install()
+		if err != nil || len(changed) != 1 || changed[0] != binary {
+			t.Errorf("%s: changed %v, %v", name, changed, err)
+		}
+		info, err := os.Lstat(binary)
+		if err != nil || info.Mode() != 0o755 {
+			t.Errorf("%s: %v, %v", name, info, err)
+		}
+		if text, err := os.ReadFile(binary); err != nil || string(text) != "#!plugin" {
+			t.Errorf("%s: %q, %v", name, text, err)
+		}
+	}
+}
+
 func TestOptionsThatContradictThemselves(t *testing.T) {
 	for word, opts := range map[string]Options{
 		"x/y.conf":      {Chained: true, ConfName: "x/y.conf"},

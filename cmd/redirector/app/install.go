@@ -150,8 +150,9 @@ func newUninstall(env *Env) *cobra.Command {
 		Use:   "uninstall",
 		Short: "Take the CNI plugin off this node",
 		Long: `Take the CNI plugin off this node: first out of all CNI configurations, which are then, byte for byte, as
-they were, and then the program. It does not matter how it was installed, and it may be repeated. Enrolled pods
-stay enrolled: see "redirector cleanup".
+they were, and then the program. It does not matter how it was installed, and it may be repeated. Whoever keeps
+it installed ("redirector install --watch") has to be stopped before. Enrolled pods stay enrolled: see
+"redirector cleanup".
 
 CRI-O and Multus delete a container by the configuration that it was added by, and call plugins that are
 installed no more. So the program stays while the runtime's cache has containers that were added by it: it
