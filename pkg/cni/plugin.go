@@ -89,19 +89,24 @@ func Main() int {
 	if os.Getenv("CNI_COMMAND") == "DEL" {
 		// What ADD did goes with the pod's network namespace, and the agent sees that. A DEL that fails would keep the pod
 		// from ending, so nothing is asked that could be missing: no variable, no configuration, no agent.
-		leaveIfLast(os.Getenv("CNI_CONTAINERID"))
+		_ = guard(func() *types.Error {
+			leaveIfLast(os.Getenv("CNI_CONTAINERID"))
+			return nil
+		})
 		return 0
 	}
 	pass := func(*skel.CmdArgs) error { return nil }
-	err := skel.PluginMainFuncsWithError(skel.CNIFuncs{
-		Add: guard(add),
-		Del: pass,
-		// The agent compares and repairs all the time; there is nothing that a pod's container could be checked for.
-		Check: pass,
-		GC:    pass,
-		// Not whether the agent answers: a node whose network is "not ready" starts no pod, the agent's neither.
-		Status: pass,
-	}, versions, "")
+	err := guard(func() *types.Error {
+		return skel.PluginMainFuncsWithError(skel.CNIFuncs{
+			Add: add,
+			Del: pass,
+			// The agent compares and repairs all the time; there is nothing that a pod's container could be checked for.
+			Check: pass,
+			GC:    pass,
+			// Not whether the agent answers: a node whose network is "not ready" starts no pod, the agent's neither.
+			Status: pass,
+		}, versions, "")
+	})
 	if err == nil {
 		return 0
 	}
@@ -112,16 +117,14 @@ func Main() int {
 }
 
 // guard turns a panic into a CNI error.
-func guard(do func(*skel.CmdArgs) error) func(*skel.CmdArgs) error {
-	return func(args *skel.CmdArgs) (err error) {
-		defer func() {
-			if cause := recover(); cause != nil {
-				fmt.Fprintf(os.Stderr, "redirector cni: panic: %v\n%s", cause, debug.Stack())
-				err = types.NewError(types.ErrInternal, fmt.Sprintf("the redirector plugin has a bug: panic: %v", cause), "")
-			}
-		}()
-		return do(args)
-	}
+func guard(do func() *types.Error) (err *types.Error) {
+	defer func() {
+		if cause := recover(); cause != nil {
+			fmt.Fprintf(os.Stderr, "redirector cni: panic: %v\n%s", cause, debug.Stack())
+			err = types.NewError(types.ErrInternal, fmt.Sprintf("the redirector plugin has a bug: panic: %v", cause), "")
+		}
+	}()
+	return do()
 }
 
 // add lets a pod start when it may.

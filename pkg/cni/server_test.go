@@ -5,7 +5,6 @@ package cni
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -21,7 +20,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
 
 	"github.com/redirector-dataplane/redirector/pkg/sockfile"
 )
@@ -329,10 +328,9 @@ func TestAnAgentThatRefuses(t *testing.T) {
 }
 
 func TestAPanicIsAnErrorOfTheCNI(t *testing.T) {
-	err := guard(func(*skel.CmdArgs) error { panic("oh") })(nil)
-	data, jsonErr := json.Marshal(err)
-	if jsonErr != nil || !strings.Contains(string(data), `"code":999`) || !strings.Contains(string(data), "panic: oh") {
-		t.Errorf("%s, %v", data, jsonErr)
+	err := guard(func() *types.Error { panic("oh") })
+	if err == nil || err.Code != types.ErrInternal || !strings.Contains(err.Msg, "panic: oh") {
+		t.Errorf("error %v", err)
 	}
 }
 
