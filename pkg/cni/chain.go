@@ -155,7 +155,7 @@ func (c *chain) stripped() (*chain, error) {
 // last, too.
 func (c *chain) withEntry(entry []byte) (*chain, error) {
 	var text []byte
-	others := 0
+	var others int
 	if ours := c.ours(); len(ours) == 1 && ours[0] > 0 {
 		at := c.plugins[ours[0]]
 		text = slices.Concat(c.text[:at.start], entry, c.text[at.end:])

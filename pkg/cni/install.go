@@ -256,7 +256,7 @@ func (in *Installer) installConf() (changed []string, err error) {
 	if err != nil {
 		return nil, err
 	}
-	keep := "" // the one file that has us
+	var keep string // the one file that has us
 	if in.opts.Chained {
 		var primary *conf
 		if primary, err = in.primary(confs, settling); err != nil {
@@ -509,7 +509,7 @@ func (in *Installer) putBack(c *conf, bare *chain, single string) (restored bool
 	if err := os.Remove(aside); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return restored, fmt.Errorf("remove %s: %w", aside, err)
 	}
-	if !restored && !(anew && len(bare.plugins) == 1) {
+	if !restored && (!anew || len(bare.plugins) > 1) {
 		return false, nil
 	}
 	return true, c.remove(filepath.Join(in.opts.NetDir, c.name), "")

@@ -253,6 +253,7 @@ func TestWhatPluginsAreNotCalledWith(t *testing.T) {
 
 // Without an agent.
 func TestNoAgentAnswers(t *testing.T) {
+	t.Parallel() // it waits more than it works
 	state := NodeState{EnrolledNamespaces: []string{"mesh"}, ExcludedNamespaces: []string{"out"}}
 	entry := Entry{Timeout: "300ms", AgentNamespace: "istio-system", AgentPodPrefix: "redirector-node-", ExcludeNamespaces: []string{"kube-system"}}
 	const passes = ""

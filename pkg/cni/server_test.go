@@ -198,7 +198,7 @@ func TestClientsThatHang(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer c.Close()
+		t.Cleanup(func() { c.Close() })
 		switch i % 3 {
 		case 1:
 			fmt.Fprint(c, "POST /cmdadd HTTP/1.1\r\nHost: x\r\n")
@@ -212,10 +212,10 @@ func TestClientsThatHang(t *testing.T) {
 }
 
 func TestWhoHasGoneIsNotWaitedFor(t *testing.T) {
-	ended := make(chan error, 1)
+	ended := make(chan struct{})
 	a := serve(t, func(ctx context.Context, _ AddRequest) error {
 		<-ctx.Done()
-		ended <- ctx.Err()
+		close(ended)
 		return ctx.Err()
 	})
 	c, err := net.Dial("unix", filepath.Join(a.runDir, SocketName))
@@ -235,27 +235,31 @@ func TestWhoHasGoneIsNotWaitedFor(t *testing.T) {
 }
 
 func TestAnAgentThatIsSlow(t *testing.T) {
-	a := serve(t, func(ctx context.Context, _ AddRequest) error {
+	a := serve(t, func(ctx context.Context, req AddRequest) error {
+		wait := 300 * time.Millisecond
+		if req.PodName == "late" {
+			wait = time.Hour
+		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(300 * time.Millisecond):
+		case <-time.After(wait):
 			return nil
 		}
 	})
 	if err := (NodeState{}).Write(a.runDir); err != nil { // no namespace is in the mesh
 		t.Fatal(err)
 	}
-	add := func(timeout string) reply {
-		return call{command: "ADD", pod: "shop/web", stdin: confText(t, pluginConf{Entry: Entry{RunDir: a.runDir, Timeout: timeout}, CNIVersion: "1.0.0"})}.run(t)
+	add := func(pod, timeout string) reply {
+		return call{command: "ADD", pod: pod, stdin: confText(t, pluginConf{Entry: Entry{RunDir: a.runDir, Timeout: timeout}, CNIVersion: "1.0.0"})}.run(t)
 	}
-	if r := add("20s"); r.code != 0 {
+	if r := add("shop/web", "20s"); r.code != 0 {
 		t.Errorf("with time to wait: %+v", r)
 	}
 	// Too slow is not away: it may be about to capture the pod.
-	add("100ms").wantError(t, 11, "shop/web", "500", "not captured and served within")
+	add("shop/late", "3s").wantError(t, 11, "shop/late", "500", "not captured and served within")
 	a.stop()
-	if r := add("50ms"); r.code != 0 {
+	if r := add("shop/web", "50ms"); r.code != 0 {
 		t.Errorf("with the agent away: %+v", r)
 	}
 	// Nor is one that is stopped by a debugger, say: it takes questions, but answers none.
@@ -264,7 +268,7 @@ func TestAnAgentThatIsSlow(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	add("50ms").wantError(t, 11, "shop/web", a.runDir, "does not answer")
+	add("shop/web", "50ms").wantError(t, 11, "shop/web", a.runDir, "does not answer")
 }
 
 func TestAnAgentThatComesWhileAPodWaits(t *testing.T) {

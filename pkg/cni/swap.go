@@ -40,28 +40,28 @@ type confFile struct {
 
 // readConf reads a configuration file. It waits for nobody, if the file is a FIFO for example.
 func readConf(path string) (*confFile, error) {
-	real, err := filepath.EvalSymlinks(path)
+	target, err := filepath.EvalSymlinks(path)
 	if err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(real, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOFOLLOW, 0)
+	f, err := os.OpenFile(target, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	c := &confFile{path: real}
+	c := &confFile{path: target}
 	if c.info, err = f.Stat(); err != nil {
 		return nil, err
 	}
 	if !c.info.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s is not a file (it is %s)", real, c.info.Mode())
+		return nil, fmt.Errorf("%s is not a file (it is %s)", target, c.info.Mode())
 	}
 	if err := unix.Fstat(int(f.Fd()), &c.stat); err != nil {
 		return nil, err
 	}
 	c.text, err = io.ReadAll(io.LimitReader(f, maxConf+1))
 	if err == nil && len(c.text) > maxConf {
-		err = fmt.Errorf("%s has more than %d bytes", real, maxConf)
+		err = fmt.Errorf("%s has more than %d bytes", target, maxConf)
 	}
 	return c, err
 }

@@ -130,7 +130,9 @@ func TestRunWritesNothingWhenNothingIsToBeDone(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.write("unrelated.txt", "x")
-	<-looks
+	if err := <-looks; err != nil {
+		t.Error(err)
+	}
 	now, err := os.Stat(filepath.Join(n.netDir, "10-net.conflist"))
 	if err != nil || !os.SameFile(info, now) {
 		t.Errorf("the list is written again: %v", err)
@@ -140,6 +142,7 @@ func TestRunWritesNothingWhenNothingIsToBeDone(t *testing.T) {
 // A second writer does to the directory what agents, package managers and people do, and worse. Each of its versions of the
 // primary's list has a number; when it stops, the last must be there, with the plugin in it once.
 func TestASecondWriter(t *testing.T) {
+	t.Parallel()
 	length := 3 * time.Second
 	if text := os.Getenv(fuzzVar); text != "" {
 		var err error

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 )
 
@@ -55,8 +57,8 @@ func TestInstallAndUninstall(t *testing.T) {
 		Type: "redirector", RunDir: "/run/other", AgentNamespace: "istio-system", AgentPodPrefix: "redirector-node-",
 		ExcludeNamespaces: []string{"kube-system", "local"},
 	}
-	if got, _ := json.Marshal(entry); string(got) != string(must(json.Marshal(want))) {
-		t.Errorf("the entry is %s", got)
+	if d := cmp.Diff(want, entry); d != "" {
+		t.Errorf("the entry (-want +got):\n%s", d)
 	}
 
 	// A flag wins over its twin.
@@ -79,13 +81,6 @@ func TestInstallAndUninstall(t *testing.T) {
 	if left := tree(t, binDir); strings.Count(left, "\n") != 1 {
 		t.Errorf("it leaves %s", left)
 	}
-}
-
-func must(data []byte, err error) []byte {
-	if err != nil {
-		panic(err)
-	}
-	return data
 }
 
 func TestInstallRefusals(t *testing.T) {
@@ -140,12 +135,7 @@ func TestCleanupRemovesWhatThePluginUsed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	file, err := l.(interface{ File() (*os.File, error) }).File() // keeps the socket's file when it is closed
-	if err != nil {
-		t.Fatal(err)
-	}
 	m.command("cleanup", "--run-dir", m.RunDir, "--bpffs", m.BPFFS, "--zds-socket", m.ZDSSocket).wantFailure(t, exitFailed, "cni.sock", "in use")
-	file.Close()
 	l.Close()
 	m.command("cleanup", "--run-dir", m.RunDir, "--bpffs", m.BPFFS, "--zds-socket", m.ZDSSocket).wantDone(t)
 	if left := tree(t, m.RunDir); left != "" {
