@@ -3,7 +3,9 @@
 package app
 
 import (
+	"context"
 	"encoding/json"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -140,5 +142,37 @@ func TestCleanupRemovesWhatThePluginUsed(t *testing.T) {
 	m.command("cleanup", "--run-dir", m.RunDir, "--bpffs", m.BPFFS, "--zds-socket", m.ZDSSocket).wantDone(t)
 	if left := tree(t, m.RunDir); left != "" {
 		t.Errorf("it leaves %s", left)
+	}
+}
+
+func TestInstallWatches(t *testing.T) {
+	netDir, binDir := cniDirs(t)
+	list := filepath.Join(netDir, "10-net.conflist")
+	if err := os.Remove(list); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	code := make(chan int, 1)
+	go func() {
+		code <- Main(ctx, []string{"install", "--watch", "--mounted-cni-net-dir", netDir, "--cni-bin-dir", binDir},
+			Env{Stdout: io.Discard, Stderr: t.Output(), Getenv: func(string) string { return "" }})
+	}()
+	installed := func() bool {
+		text, err := os.ReadFile(list)
+		return err == nil && strings.Contains(string(text), cni.PluginType)
+	}
+	for range 2 { // it waits for the first, and notices the second
+		if err := os.WriteFile(list, []byte(primaryList), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		(&machine{t: t}).eventually("the plugin is in the list", installed)
+	}
+	cancel()
+	if code := <-code; code != exitDone {
+		t.Errorf("exit status %d", code)
+	}
+	if !installed() {
+		t.Error("the plugin is gone with the watcher")
 	}
 }
