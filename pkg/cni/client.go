@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"time"
 )
 
@@ -41,13 +42,23 @@ func ask(ctx context.Context, socket string, pod *addBody) error {
 	if err != nil {
 		return fmt.Errorf("write a request to the agent: %w", err)
 	}
+	var connected atomic.Bool // by a goroutine of the transport's
 	client := http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			var d net.Dialer
-			return d.DialContext(ctx, "unix", socket)
+			c, err := d.DialContext(ctx, "unix", socket)
+			connected.Store(err == nil)
+			return c, err
 		},
 	}}
+	// failure tells an agent that is silent from one that is not there.
+	failure := func(err error) error {
+		if connected.Load() && ctx.Err() != nil {
+			return fmt.Errorf("the redirector agent listens on %s and does not answer: see its log; the kubelet tries again", socket)
+		}
+		return &unreachableError{socket: socket, err: cause(err)}
+	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://unix"+addPath, bytes.NewReader(body))
 	if err != nil {
 		return fmt.Errorf("make a request to the agent: %w", err)
@@ -55,25 +66,17 @@ func ask(ctx context.Context, socket string, pod *addBody) error {
 	req.Header.Set("Content-Type", "application/json")
 	resp, err := client.Do(req)
 	if err != nil {
-		return askError(ctx, socket, err)
+		return failure(err)
 	}
 	defer func() { _ = resp.Body.Close() }()
 	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxBody))
 	if err != nil {
-		return askError(ctx, socket, err)
+		return failure(err)
 	}
 	if resp.StatusCode == http.StatusOK {
 		return nil
 	}
 	return fmt.Errorf("the redirector agent answers %s: %s", resp.Status, strings.TrimSpace(string(answer)))
-}
-
-// askError tells an agent that is silent from one that is not there.
-func askError(ctx context.Context, socket string, err error) error {
-	if op, ok := errors.AsType[*net.OpError](err); ctx.Err() != nil && (!ok || op.Op != "dial") {
-		return fmt.Errorf("the redirector agent listens on %s and does not answer: see its log; the kubelet tries again", socket)
-	}
-	return &unreachableError{socket: socket, err: cause(err)}
 }
 
 // cause takes off what net/http and net put around an error: the socket is named already.

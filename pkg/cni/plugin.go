@@ -254,7 +254,10 @@ func (c *pluginConf) admit(pod *addBody) error {
 			break
 		}
 		err = ask(ctx, socket, pod)
-		away, isAway = errors.AsType[*unreachableError](err)
+		var still *unreachableError
+		if still, isAway = errors.AsType[*unreachableError](err); isAway && ctx.Err() == nil {
+			away = still // otherwise it says no more than that the time is over
+		}
 	}
 	if isAway {
 		err = c.admitWithoutAgent(pod, away, log)
