@@ -78,6 +78,8 @@ struct pod {
 	char uid[64];    /* NUL-padded */
 	__u64 netns_ino; /* the namespace's inode number, as in /proc/PID/ns/net */
 	char ifname[16]; /* its interface; empty if it has none besides lo, or several */
+	/* What the proxy's connections out are bound to, for a route of the pod's would lead them back to it; empty: nothing. */
+	char exit_ifname[16];
 	/* 1: this sysctl was 0 before enrolment and must be 0 again after it. */
 	__u8 restore_tcp_fwmark_accept; /* net.ipv4.tcp_fwmark_accept */
 	__u8 restore_fwmark_reflect;    /* net.ipv4.fwmark_reflect */

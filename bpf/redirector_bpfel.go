@@ -90,6 +90,7 @@ type RedirectorPod struct {
 	Uid                    [64]int8
 	NetnsIno               uint64
 	Ifname                 [16]int8
+	ExitIfname             [16]int8
 	RestoreTcpFwmarkAccept uint8
 	RestoreFwmarkReflect   uint8
 	RestoreFwmarkReflectV6 uint8

@@ -48,9 +48,10 @@ static __always_inline int set_mark(struct bpf_sock_ops *ctx, __u32 old, __u32 m
  * The last moment before the SYN is made: source address and port are chosen by the pod's own routes and stay. Plain
  * connects, Fast Open, MPTCP subflows and v4-mapped sockets all pass here.
  */
-static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie)
+static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie,
+				       const struct pod *pod)
 {
-	char device[3] = "lo", none[1] = "";
+	char device[3] = "lo", none[1] = "", outward[16];
 	__u32 mark = sk->mark;
 	bool proxy = socket_is_proxys(sk);
 	union ip_addr src, dst;
@@ -81,6 +82,15 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 	}
 
 	if (proxy) {
+		/*
+		 * By a local route it would come in again by lo, look like the app's, and be proxied for ever. Bound to a device
+		 * it takes no such route.
+		 */
+		if (pod->exit_ifname[0]) {
+			__builtin_memcpy(outward, pod->exit_ifname, sizeof(outward));
+			if (bind_to_device(ctx, outward))
+				count(cookie, capture_failed);
+		}
 		count(cookie, proxy_outbound);
 		return;
 	}
@@ -240,7 +250,7 @@ int redir_mark(struct bpf_sock_ops *ctx)
 		return 1;
 	}
 	if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB)
-		on_connect(ctx, sk, cookie);
+		on_connect(ctx, sk, cookie, pod);
 	else if (ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB)
 		on_listen(ctx, sk, cookie);
 	else

@@ -3,9 +3,15 @@
 package dataplane
 
 import (
+	"net"
 	"net/netip"
 	"testing"
 	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/test/bed"
 )
 
 // An address that the node routes to the pod, and that the pod has by a route only, as some load balancers do it, would lead the
@@ -30,4 +36,85 @@ func TestAnAddressThatLeadsBackMakesNoLoop(t *testing.T) {
 			t.Errorf("it is not counted: %+v", s.podStatus(t, a.pod).Counters)
 		}
 	})
+}
+
+// What a pod makes local by a route of its own, and what it sends by our table, leads the proxy back to where the app's connections
+// come from. It is not followed, whatever source address the route gives.
+func TestALocalRouteOfThePodsMakesNoLoop(t *testing.T) {
+	s := newEvasionStage(t)
+	s.startNodeProxy()
+	prefixes := map[string]string{"IPv4": "192.0.2.0/24", "IPv6": "2001:db8:2::/64"}
+	for name, lead := range map[string]func(t *testing.T, a *attempt, h *netlink.Handle, to *net.IPNet){
+		"a prefix": func(t *testing.T, a *attempt, h *netlink.Handle, to *net.IPNet) { localRoute(t, h, 1, to, nil) },
+		"one address": func(t *testing.T, a *attempt, h *netlink.Handle, _ *net.IPNet) {
+			localRoute(t, h, 1, hostNet(a.remote.Addr()), nil)
+		},
+		"a prefix with a source": func(t *testing.T, a *attempt, h *netlink.Handle, to *net.IPNet) {
+			localRoute(t, h, 1, to, addr(a.pod, a.family).AsSlice())
+		},
+		"a prefix on the interface": func(t *testing.T, a *attempt, h *netlink.Handle, to *net.IPNet) {
+			localRoute(t, h, linkOf(t, a.pod, a.pod.Link).Attrs().Index, to, nil)
+		},
+		"a rule for the proxy's mark": ruleToOurTable,
+	} {
+		t.Run(name, func(t *testing.T) {
+			eachFamily(t, func(t *testing.T, family string) {
+				s.t = t
+				a := s.newAttempt(t, family)
+				s.enrolPod(t, a.pod)
+				a.enrolled = true
+				prefix := netip.MustParsePrefix(prefixes[family])
+				a.remote = netip.AddrPortFrom(prefix.Addr().Next(), evasionPort)
+				a.inPod(t, func(t *testing.T, pod *bed.NS, h *netlink.Handle) {
+					lead(t, a, h, &net.IPNet{IP: prefix.Addr().AsSlice(), Mask: net.CIDRMask(prefix.Bits(), prefix.Addr().BitLen())})
+				})
+				time.Sleep(evasionPatience) // for the agent to have seen it
+				before := len(s.proxy.connections())
+				local := addr(a.pod, family)
+				a.local = netip.AddrPortFrom(local, a.local.Port())
+				a.open(t, a.pod)
+				_ = connectWithin(a.socket, a.remote, evasionPatience)
+				time.Sleep(time.Second)
+				if got := s.counter(t, a.pod, "outbound_captured"); got != 1 {
+					t.Errorf("the app has made one connection, and %d were captured", got)
+				}
+				if got := len(s.proxy.connections()) - before; got > 1 {
+					t.Errorf("the app has made one connection, and the proxy has seen %d", got)
+				}
+			})
+		})
+	}
+}
+
+func localRoute(t *testing.T, h *netlink.Handle, link int, to *net.IPNet, source net.IP) {
+	t.Helper()
+	route := &netlink.Route{LinkIndex: link, Dst: to, Src: source, Type: unix.RTN_LOCAL, Scope: netlink.SCOPE_HOST, Table: unix.RT_TABLE_LOCAL}
+	if err := h.RouteReplace(route); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// ruleToOurTable sends what has the proxy's mark where enrolment sends what is captured.
+func ruleToOurTable(t *testing.T, a *attempt, h *netlink.Handle, _ *net.IPNet) {
+	t.Helper()
+	family := unix.AF_INET
+	if a.family == "IPv6" {
+		family = unix.AF_INET6
+	}
+	rules, err := h.RuleList(family)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range rules {
+		if r.Mark != 0x110 {
+			continue
+		}
+		rule := netlink.NewRule()
+		rule.Family, rule.Priority, rule.Mark, rule.Table = family, 2, 0x539, r.Table
+		if err := h.RuleAdd(rule); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	t.Fatal("there is no rule of the dataplane's")
 }

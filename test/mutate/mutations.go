@@ -26,6 +26,14 @@ func mutations() []mutation {
 	return []mutation{
 		// What sock_ops does.
 		{
+			name: "mark: the proxy follows the pod's local routes", file: sockOps,
+			old: "if (pod->exit_ifname[0]) {", new: "if (0 && pod->exit_ifname[0]) {", tests: "TestALocalRouteOfThePodsMakesNoLoop",
+		},
+		{
+			name: "enrol: a rule that leads to the table of captured connections is not seen", file: netns,
+			old: "return ourTable(r.Table) && (", new: "return false && ourTable(r.Table) && (", tests: "TestALocalRouteOfThePodsMakesNoLoop/a_rule",
+		},
+		{
 			name: "mark: an app's connection is not marked", file: sockOps,
 			old: `set_mark(ctx, mark, MARK_CAPTURE)) {`, new: `0) {`, tests: "TestOutbound$/IPv4/plain",
 		},
