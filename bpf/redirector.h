@@ -118,6 +118,7 @@ struct flow_key {
 
 enum admitted_by {
 	ADMITTED_BY_PROBE = 1, /* a host's process that may probe pods connects to the app */
+	ADMITTED_BY_POD = 2,   /* the pod connects to itself */
 };
 
 struct admission {
@@ -206,13 +207,13 @@ struct pod_counters {
 	__u64 probes_admitted;      /* connections of the host's probes to the app */
 	__u64 seal_dropped;         /* packets, not connections: fresh SYNs on their way out past the proxy */
 	__u64 seal_dropped_synack;  /* packets: answers to connections that did not come by the proxy */
-	__u64 loops_dropped;        /* SYNs from the pod, or its proxy, to the proxy's own ports in the pod */
-	__u64 foreign_marks;        /* sockets with the proxy's mark that no process of a proxy has made */
-	__u64 raw_bypass_refused;   /* setsockopt() calls that would have sent packets past the seal */
-	__u64 listeners_added;      /* proxy listeners that connections can be steered to */
-	__u64 listeners_rejected;   /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
-	__u64 unbound_listeners;    /* app listeners that were bound to a device, and are so no more */
-	__u64 marked_listeners;     /* app listeners with a mark of their own: proxied inbound connections fail there */
+	__u64 loops_dropped; /* SYNs to the proxy's own ports from the pod or its proxy, or from who only says that he is the pod */
+	__u64 foreign_marks;      /* sockets with the proxy's mark that no process of a proxy has made */
+	__u64 raw_bypass_refused; /* setsockopt() calls that would have sent packets past the seal */
+	__u64 listeners_added;    /* proxy listeners that connections can be steered to */
+	__u64 listeners_rejected; /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
+	__u64 unbound_listeners;  /* app listeners that were bound to a device, and are so no more */
+	__u64 marked_listeners;   /* app listeners with a mark of their own: proxied inbound connections fail there */
 };
 
 struct {

@@ -22,6 +22,7 @@ type RedirectorAdmittedBy uint32
 
 const (
 	RedirectorAdmittedByADMITTED_BY_PROBE RedirectorAdmittedBy = 1
+	RedirectorAdmittedByADMITTED_BY_POD   RedirectorAdmittedBy = 2
 )
 
 type RedirectorCgroupKey struct {
