@@ -96,8 +96,8 @@ func morePaths(t *testing.T, c *net.TCPConn) int {
 	return int(info[0])
 }
 
-// An MPTCP connection from before enrolment goes on. A path that it gets later, from another address of the pod's or of the peer's, is a
-// connection like any other, and ends at the proxy, which does not know what it belongs to.
+// An MPTCP connection from before enrolment goes on. A path that it gets later, from another address of the pod's or of the
+// peer's, is a connection like any other, and ends at the proxy, which does not know what it belongs to.
 func TestAnMPTCPConnectionGetsNoPathPastTheProxy(t *testing.T) {
 	s := newEvasionStage(t)
 	s.startNodeProxy()
