@@ -78,6 +78,8 @@ struct pod {
 	char uid[64];    /* NUL-padded */
 	__u64 netns_ino; /* the namespace's inode number, as in /proc/PID/ns/net */
 	char ifname[16]; /* its interface; empty if it has none besides lo, or several */
+	/* What the proxy's connections out are bound to, for a route of the pod's would lead them back to it; empty: nothing. */
+	char exit_ifname[16];
 	/* 1: this sysctl was 0 before enrolment and must be 0 again after it. */
 	__u8 restore_tcp_fwmark_accept; /* net.ipv4.tcp_fwmark_accept */
 	__u8 restore_fwmark_reflect;    /* net.ipv4.fwmark_reflect */
@@ -116,6 +118,7 @@ struct flow_key {
 
 enum admitted_by {
 	ADMITTED_BY_PROBE = 1, /* a host's process that may probe pods connects to the app */
+	ADMITTED_BY_POD = 2,   /* the pod connects to itself */
 };
 
 struct admission {
@@ -204,13 +207,13 @@ struct pod_counters {
 	__u64 probes_admitted;      /* connections of the host's probes to the app */
 	__u64 seal_dropped;         /* packets, not connections: fresh SYNs on their way out past the proxy */
 	__u64 seal_dropped_synack;  /* packets: answers to connections that did not come by the proxy */
-	__u64 loops_dropped;        /* SYNs from the pod, or its proxy, to the proxy's own ports in the pod */
-	__u64 foreign_marks;        /* sockets with the proxy's mark that no process of a proxy has made */
-	__u64 raw_bypass_refused;   /* setsockopt() calls that would have sent packets past the seal */
-	__u64 listeners_added;      /* proxy listeners that connections can be steered to */
-	__u64 listeners_rejected;   /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
-	__u64 unbound_listeners;    /* app listeners that were bound to a device, and are so no more */
-	__u64 marked_listeners;     /* app listeners with a mark of their own: proxied inbound connections fail there */
+	__u64 loops_dropped; /* SYNs to the proxy's own ports from the pod or its proxy, or from who only says that he is the pod */
+	__u64 foreign_marks;      /* sockets with the proxy's mark that no process of a proxy has made */
+	__u64 raw_bypass_refused; /* setsockopt() calls that would have sent packets past the seal */
+	__u64 listeners_added;    /* proxy listeners that connections can be steered to */
+	__u64 listeners_rejected; /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
+	__u64 unbound_listeners;  /* app listeners that were bound to a device, and are so no more */
+	__u64 marked_listeners;   /* app listeners with a mark of their own: proxied inbound connections fail there */
 };
 
 struct {

@@ -22,6 +22,7 @@ type RedirectorAdmittedBy uint32
 
 const (
 	RedirectorAdmittedByADMITTED_BY_PROBE RedirectorAdmittedBy = 1
+	RedirectorAdmittedByADMITTED_BY_POD   RedirectorAdmittedBy = 2
 )
 
 type RedirectorCgroupKey struct {
@@ -90,6 +91,7 @@ type RedirectorPod struct {
 	Uid                    [64]int8
 	NetnsIno               uint64
 	Ifname                 [16]int8
+	ExitIfname             [16]int8
 	RestoreTcpFwmarkAccept uint8
 	RestoreFwmarkReflect   uint8
 	RestoreFwmarkReflectV6 uint8

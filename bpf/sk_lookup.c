@@ -107,19 +107,26 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 		return is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;
 	}
 
-	/* From the pod to itself. */
-	if (addr_is_own(cookie, &src))
-		return is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;
+	__builtin_memcpy(flow.src, src.bytes, sizeof(flow.src));
+	__builtin_memcpy(flow.dst, dst.bytes, sizeof(flow.dst));
+	flow.sport = bpf_ntohs(ctx->remote_port);
+	flow.dport = ctx->local_port;
+
+	/*
+	 * From the pod to itself. The stack drops IPv4 packets from outside that say so, but no IPv6 ones: of these the pod's
+	 * own are known from connect().
+	 */
+	if (addr_is_own(cookie, &src)) {
+		if (is_loop(ctx->local_port))
+			return TO_NOBODY;
+		return ctx->family == AF_INET || bpf_map_lookup_elem(&admitted, &flow) ? TO_APP : TO_NOBODY;
+	}
 
 	/* The pod's by a route only, or not yet known. The proxy's connection to it would leave the pod, and come here again. */
 	if (!addr_is_own(cookie, &dst))
 		return TO_NOBODY;
 
 	/* From a process of the host that may. */
-	__builtin_memcpy(flow.src, src.bytes, sizeof(flow.src));
-	__builtin_memcpy(flow.dst, dst.bytes, sizeof(flow.dst));
-	flow.sport = bpf_ntohs(ctx->remote_port);
-	flow.dport = ctx->local_port;
 	if (bpf_map_lookup_elem(&admitted, &flow))
 		return is_loop(ctx->local_port) || ctx->local_port == PORT_HBONE ? TO_NOBODY : TO_APP;
 

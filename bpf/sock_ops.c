@@ -44,13 +44,35 @@ static __always_inline int set_mark(struct bpf_sock_ops *ctx, __u32 old, __u32 m
 /* An empty name unbinds. */
 #define bind_to_device(ctx, name) bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, (void *)(name), sizeof(name))
 
+/* Loopback connections come by lo, and need no admission. */
+static __always_inline bool addr_is_v6_loopback(const union ip_addr *a)
+{
+	return !a->words[0] && !a->words[1] && !a->words[2] && a->words[3] == bpf_htonl(1);
+}
+
+/* Admits a connection of the pod's with itself until it closes. Of IPv4 the stack knows that it is not from outside. */
+static __always_inline void admit_own(struct bpf_sock_ops *ctx, __u64 cookie, const union ip_addr *dst)
+{
+	struct admission admission = {.by = ADMITTED_BY_POD};
+	struct flow_key flow;
+
+	if (ctx->family != AF_INET6 || addr_is_v6_loopback(dst))
+		return;
+	connection_flow(ctx, cookie, &flow);
+	if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))
+		count(cookie, capture_failed);
+	else
+		bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
+}
+
 /*
  * The last moment before the SYN is made: source address and port are chosen by the pod's own routes and stay. Plain
  * connects, Fast Open, MPTCP subflows and v4-mapped sockets all pass here.
  */
-static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie)
+static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie,
+				       const struct pod *pod)
 {
-	char device[3] = "lo", none[1] = "";
+	char device[3] = "lo", none[1] = "", outward[16];
 	__u32 mark = sk->mark;
 	bool proxy = socket_is_proxys(sk);
 	union ip_addr src, dst;
@@ -61,6 +83,7 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 
 	if (addr_is_own(cookie, &dst)) {
 		if (!proxy || addr_is_own(cookie, &src)) {
+			admit_own(ctx, cookie, &dst);
 			count(cookie, own_address);
 			return;
 		}
@@ -81,6 +104,15 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 	}
 
 	if (proxy) {
+		/*
+		 * By a local route it would come in again by lo, look like the app's, and be proxied for ever. Bound to a device
+		 * it takes no such route.
+		 */
+		if (pod->exit_ifname[0]) {
+			__builtin_memcpy(outward, pod->exit_ifname, sizeof(outward));
+			if (bind_to_device(ctx, outward))
+				count(cookie, capture_failed);
+		}
 		count(cookie, proxy_outbound);
 		return;
 	}
@@ -118,15 +150,14 @@ static __always_inline void on_host_connect(struct bpf_sock_ops *ctx, struct bpf
 	count(flow.netns_cookie, probes_admitted);
 }
 
-/* A connection of the host's that on_host_connect has asked for ends: its flow is admitted no more. */
-static __always_inline void on_host_close(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
+/* A connection that was admitted when it was made ends: its flow is admitted no more. */
+static __always_inline void on_close(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
 {
 	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
+	__u64 cookie = verdict ? verdict->probe_target : 0;
 	struct flow_key flow;
 
-	if (!verdict || !verdict->probe_target)
-		return;
-	connection_flow(ctx, verdict->probe_target, &flow);
+	connection_flow(ctx, cookie ? cookie : bpf_get_netns_cookie(ctx), &flow);
 	bpf_map_delete_elem(&admitted, &flow);
 }
 
@@ -226,7 +257,7 @@ int redir_mark(struct bpf_sock_ops *ctx)
 		break;
 	case BPF_SOCK_OPS_STATE_CB:
 		if (ctx->args[1] == TCP_STATE_CLOSE)
-			on_host_close(ctx, sk);
+			on_close(ctx, sk);
 		return 1;
 	default:
 		return 1;
@@ -240,7 +271,7 @@ int redir_mark(struct bpf_sock_ops *ctx)
 		return 1;
 	}
 	if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB)
-		on_connect(ctx, sk, cookie);
+		on_connect(ctx, sk, cookie, pod);
 	else if (ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB)
 		on_listen(ctx, sk, cookie);
 	else

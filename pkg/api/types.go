@@ -95,7 +95,8 @@ type Status struct {
 	Counters maps.Counters `json:"counters"`
 	// Repairs counts, by kind, what was found missing in pods' network namespaces since the agent's start, and put back.
 	Repairs map[enroll.Repair]uint64 `json:"repairs"`
-	// AdmittedFlows is how many probes of the host are let through to apps right now.
+	// AdmittedFlows is how many connections are let through to apps right now: the host's probes, and those of pods with their own
+	// IPv6 addresses.
 	AdmittedFlows int `json:"admittedFlows"`
 	// Warnings is what needs somebody's attention; empty when nothing does.
 	Warnings []Warning `json:"warnings"`

@@ -337,8 +337,12 @@ func (e *Enroller) apply(p *pod) (err error) {
 		return func() error { return e.Datapath.DetachSteer(p.uid) }, nil
 	})
 	step("map entry", func() (func() error, error) {
+		exit, err := n.exit(p.ownAddrs)
+		if err != nil {
+			return nil, err
+		}
 		entry := maps.Pod{
-			UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Restore: p.before.Restore,
+			UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Exit: exit, Restore: p.before.Restore,
 			BypassInbound: p.spec.Settings.BypassInbound,
 			DNSCapture:    e.DNSCapture,
 		}

@@ -166,7 +166,7 @@ func (n *podNet) removeRouting(family int) error {
 		return errors.Join(append(errs, fmt.Errorf("list the %s routes: %w", familyName(family), err))...)
 	}
 	for _, r := range routes {
-		if r.Table < firstTable || r.Table >= firstTable+tables {
+		if !ourTable(r.Table) {
 			continue
 		}
 		if err := n.handle.RouteDel(localRoute(family, r.Table)); err != nil && !errors.Is(err, unix.ESRCH) {
@@ -349,6 +349,70 @@ func (n *podNet) onlyInterface() string {
 		return ""
 	}
 	return n.links[0].Attrs().Name
+}
+
+// exit is the interface to bind the proxy's connections out to, so that they take no local route: one over which the pod is
+// reached. It is empty if there is no interface, or no route by which something is local that is no address of the pod's.
+func (n *podNet) exit(own map[netip.Addr]int) (string, error) {
+	if len(n.links) == 0 {
+		return "", nil
+	}
+	for _, family := range families {
+		if family == unix.AF_INET6 && !n.ipv6 {
+			continue
+		}
+		back, err := n.leadsBack(family, own)
+		if err != nil {
+			return "", err
+		}
+		if back {
+			return n.mainLink(own).Attrs().Name, nil
+		}
+	}
+	return "", nil
+}
+
+// leadsBack says whether routes or rules of the pod's make more local than its addresses.
+func (n *podNet) leadsBack(family int, own map[netip.Addr]int) (bool, error) {
+	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Type: unix.RTN_LOCAL}, netlink.RT_FILTER_TYPE|netlink.RT_FILTER_TABLE)
+	if err != nil {
+		return false, fmt.Errorf("list the local %s routes of %s: %w", familyName(family), n.ns.Path(), err)
+	}
+	for _, r := range routes {
+		if r.Protocol == routeProtocol && ourTable(r.Table) {
+			continue
+		}
+		if r.Dst == nil {
+			return true, nil
+		}
+		ip, _ := netip.AddrFromSlice(r.Dst.IP)
+		ones, bits := r.Dst.Mask.Size()
+		ip = ip.Unmap()
+		if _, known := own[ip]; !ip.IsLoopback() && (!known || ones < bits) {
+			return true, nil
+		}
+	}
+	rules, err := n.handle.RuleList(family)
+	if err != nil {
+		return false, fmt.Errorf("list the %s rules of %s: %w", familyName(family), n.ns.Path(), err)
+	}
+	return slices.ContainsFunc(rules, func(r netlink.Rule) bool {
+		return ourTable(r.Table) && (r.Mark != ruleMark || r.Mask == nil || *r.Mask != ruleMask)
+	}), nil
+}
+
+func ourTable(table int) bool { return table >= firstTable && table < firstTable+tables }
+
+// mainLink is the interface with the first of the pod's global addresses, or the first of all; there is one.
+func (n *podNet) mainLink(own map[netip.Addr]int) netlink.Link {
+	for _, l := range n.links {
+		for addr, index := range own {
+			if index == l.Attrs().Index && addr.IsGlobalUnicast() {
+				return l
+			}
+		}
+	}
+	return n.links[0]
 }
 
 // strip removes from a namespace all that enrolment may have put there, and makes it as it was. It goes on after a

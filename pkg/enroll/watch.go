@@ -177,16 +177,21 @@ func (e *Enroller) tryRepair(p *pod) error {
 	return errors.Join(errs...)
 }
 
-// applyInterface tells the programs which interface the pod has, when that has changed.
+// applyInterface tells the programs which interface the pod has, and whether the proxy has to be bound to one, when that has
+// changed.
 func (e *Enroller) applyInterface(p *pod, n *podNet) error {
 	entry, err := e.Datapath.Maps().Pod(p.ns.Cookie())
 	if errors.Is(err, ebpf.ErrKeyNotExist) {
 		return nil // on its way in, or out
 	}
-	if err != nil || entry.Interface == n.onlyInterface() {
+	if err != nil {
 		return err
 	}
-	entry.Interface = n.onlyInterface()
+	exit, err := n.exit(p.ownAddrs)
+	if err != nil || entry.Interface == n.onlyInterface() && entry.Exit == exit {
+		return err
+	}
+	entry.Interface, entry.Exit = n.onlyInterface(), exit
 	return e.Datapath.Maps().PutPod(p.ns.Cookie(), entry)
 }
 

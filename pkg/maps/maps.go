@@ -53,10 +53,13 @@ type Maps struct {
 
 // Pod is what the programs and an agent that starts anew know about an enrolled pod.
 type Pod struct {
-	UID        string  // at most UIDMax bytes
-	NetNSInode uint64  // as in /proc/PID/ns/net
-	Interface  string  // the one besides lo; empty if there is none, or if there are several
-	Restore    Restore // what to undo when the pod leaves
+	UID        string // at most UIDMax bytes
+	NetNSInode uint64 // as in /proc/PID/ns/net
+	Interface  string // the one besides lo; empty if there is none, or if there are several
+	// Exit is the interface that the proxy's connections out are bound to, for a route would lead them back into the pod;
+	// empty if none does.
+	Exit    string
+	Restore Restore // what to undo when the pod leaves
 
 	BypassInbound bool // peers' connections go to the app, not to the proxy
 	DNSCapture    bool // DNS queries go to the proxy
@@ -84,6 +87,7 @@ func (m *Maps) PutPod(cookie uint64, pod Pod) error {
 	}
 	putString(value.Uid[:], pod.UID)
 	putString(value.Ifname[:], pod.Interface)
+	putString(value.ExitIfname[:], pod.Exit)
 	if err := m.RedirectorMaps.Pods.Put(bpf.RedirectorNetnsKey{NetnsCookie: cookie}, value); err != nil {
 		return fmt.Errorf("map pods: put %d: %w", cookie, explain(err))
 	}
@@ -124,6 +128,7 @@ func podOf(value *bpf.RedirectorPod) Pod {
 		UID:        stringOf(value.Uid[:]),
 		NetNSInode: value.NetnsIno,
 		Interface:  stringOf(value.Ifname[:]),
+		Exit:       stringOf(value.ExitIfname[:]),
 		Restore: Restore{
 			TCPFwmarkAccept: value.RestoreTcpFwmarkAccept != 0,
 			FwmarkReflect:   value.RestoreFwmarkReflect != 0,

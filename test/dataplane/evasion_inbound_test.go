@@ -370,35 +370,54 @@ func TestAStackOfThePodsOwnGetsNoAnswerOut(t *testing.T) {
 	}
 }
 
-// A peer that says it is the pod itself is let past the proxy's listener, for so the pod's connections with itself look; but
-// it gets no answer, and so no connection.
+// A peer that says it is the pod itself gets no answer, and so no connection. What it sends with its SYN does not reach an app that
+// takes Fast Open without a cookie.
 func TestAPeerThatUsesThePodsAddressGetsNoConnection(t *testing.T) {
 	s := newEvasionStage(t)
 	s.startNodeProxy()
 	eachFamily(t, func(t *testing.T, family string) {
-		s.t = t
-		a := s.newAttempt(t, family)
-		app, err := a.pod.ServeApp(evasionPort, bed.AppOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		s.enrolPod(t, a.pod)
-		own := addr(a.pod, family)
-		src, dst := netip.AddrPortFrom(own, a.local.Port()), netip.AddrPortFrom(own, evasionPort)
-		// Put on the wire by the node, which does not mind.
-		out := linkOf(t, s.Node, a.pod.HostLink)
-		w := wire{podMAC: out.Attrs().HardwareAddr, hostMAC: linkOf(t, a.pod, a.pod.Link).Attrs().HardwareAddr}
-		kind := uint16(typeIPv4)
-		if own.Is6() {
-			kind = typeIPv6
-		}
-		sendFrameBy(t, packetSocket(t, s.Node, out.Attrs().Index, 0), out.Attrs().Index, w.ethernet(kind, nil, packet(src, dst, syn)))
-		if seen := a.portsOnTheWire(t, dst.Port(), src.Port()); seen.synAck > 0 {
-			t.Errorf("%d SYN-ACKs have left the pod", seen.synAck)
-		}
-		time.Sleep(evasionPatience)
-		if got := app.Accepts(); got > 0 {
-			t.Errorf("the app has accepted %d connections", got)
+		for name, data := range map[string]string{"a SYN": "", "a SYN with data": "data"} {
+			t.Run(name, func(t *testing.T) {
+				s.t = t
+				a := s.newAttempt(t, family)
+				// 0x2: for servers. 0x200: without a cookie. 0x400: for all listeners.
+				if err := a.pod.SetSysctl("net.ipv4.tcp_fastopen", "1538"); err != nil {
+					t.Fatal(err)
+				}
+				if seen, accepts := a.spoofOwn(t, []byte(data)...); seen.synAck > 0 || accepts > 0 {
+					t.Errorf("%d SYN-ACKs have left the pod, and the app has accepted %d connections", seen.synAck, accepts)
+				}
+				// The pod itself is heard, and leaves nothing behind.
+				ask(t, a.pod, bed.DialSpec{Remote: netip.AddrPortFrom(addr(a.pod, family), evasionPort)})
+				eventually(t, "no flow is admitted any more", func() bool {
+					status, err := s.agent.client.Status(t.Context())
+					return err == nil && status.AdmittedFlows == 0
+				})
+			})
 		}
 	})
+}
+
+// spoofOwn has the node put a SYN on the pod's link that says it comes from the pod, and returns what the pod makes of it: how often an
+// answer left it, and what its app has accepted.
+func (a *attempt) spoofOwn(t *testing.T, data ...byte) (seen opened, accepts int64) {
+	t.Helper()
+	app, err := a.pod.ServeApp(evasionPort, bed.AppOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.enrolPod(t, a.pod)
+	own := addr(a.pod, a.family)
+	src, dst := netip.AddrPortFrom(own, a.local.Port()), netip.AddrPortFrom(own, evasionPort)
+	out := linkOf(t, a.Node, a.pod.HostLink)
+	w := wire{podMAC: out.Attrs().HardwareAddr, hostMAC: linkOf(t, a.pod, a.pod.Link).Attrs().HardwareAddr}
+	kind := uint16(typeIPv4)
+	if own.Is6() {
+		kind = typeIPv6
+	}
+	frame := w.ethernet(kind, nil, packet(src, dst, syn, data...))
+	sendFrameBy(t, packetSocket(t, a.Node, out.Attrs().Index, 0), out.Attrs().Index, frame)
+	seen = a.portsOnTheWire(t, dst.Port(), src.Port())
+	time.Sleep(evasionPatience)
+	return seen, app.Accepts()
 }

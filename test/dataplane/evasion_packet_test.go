@@ -15,9 +15,9 @@ import (
 
 func pointerTo(b []byte) uintptr { return uintptr(unsafe.Pointer(&b[0])) }
 
-// segment is a TCP segment without data, with a checksum that a receiver accepts.
-func segment(src, dst netip.AddrPort, flags byte) []byte {
-	h := tcpHeader(flags, 1)
+// segment is a TCP segment, with a checksum that a receiver accepts. Data is of an even length.
+func segment(src, dst netip.AddrPort, flags byte, data ...byte) []byte {
+	h := append(tcpHeader(flags, 1), data...)
 	binary.BigEndian.PutUint16(h[0:], src.Port())
 	binary.BigEndian.PutUint16(h[2:], dst.Port())
 	pseudo := append(append([]byte(nil), src.Addr().AsSlice()...), dst.Addr().AsSlice()...)
@@ -37,11 +37,11 @@ func segment(src, dst netip.AddrPort, flags byte) []byte {
 }
 
 // packet is an IP packet with one TCP segment.
-func packet(src, dst netip.AddrPort, flags byte) []byte {
+func packet(src, dst netip.AddrPort, flags byte, data ...byte) []byte {
 	if src.Addr().Is4() {
-		return ipv4(src.Addr(), dst.Addr(), unix.IPPROTO_TCP, nil, 0, segment(src, dst, flags))
+		return ipv4(src.Addr(), dst.Addr(), unix.IPPROTO_TCP, nil, 0, segment(src, dst, flags, data...))
 	}
-	return ipv6(src.Addr(), dst.Addr(), unix.IPPROTO_TCP, nil, segment(src, dst, flags))
+	return ipv6(src.Addr(), dst.Addr(), unix.IPPROTO_TCP, nil, segment(src, dst, flags, data...))
 }
 
 // sendRaw sends a packet by a raw socket of the pod.

@@ -26,6 +26,14 @@ func mutations() []mutation {
 	return []mutation{
 		// What sock_ops does.
 		{
+			name: "mark: the proxy follows the pod's local routes", file: sockOps,
+			old: "if (pod->exit_ifname[0]) {", new: "if (0 && pod->exit_ifname[0]) {", tests: "TestALocalRouteOfThePodsMakesNoLoop",
+		},
+		{
+			name: "enrol: a rule that leads to the table of captured connections is not seen", file: netns,
+			old: "return ourTable(r.Table) && (", new: "return false && ourTable(r.Table) && (", tests: "TestALocalRouteOfThePodsMakesNoLoop/a_rule",
+		},
+		{
 			name: "mark: an app's connection is not marked", file: sockOps,
 			old: `set_mark(ctx, mark, MARK_CAPTURE)) {`, new: `0) {`, tests: "TestOutbound$/IPv4/plain",
 		},
@@ -140,7 +148,15 @@ func mutations() []mutation {
 		},
 		{
 			name: "steer: from the pod to itself, the proxy's ports are like any other", file: skLookup,
-			old: "if (addr_is_own(cookie, &src))\n\t\treturn is_loop(ctx->local_port) ? TO_NOBODY : TO_APP;", new: "if (addr_is_own(cookie, &src))\n\t\treturn TO_APP;", tests: "TestALoopCannotArise",
+			old: "if (is_loop(ctx->local_port))\n\t\t\treturn TO_NOBODY;", new: "", tests: "TestALoopCannotArise",
+		},
+		{
+			name: "steer: who says that he is the pod is believed", file: skLookup,
+			old: "ctx->family == AF_INET || bpf_map", new: "1 || bpf_map", tests: "TestAPeerThatUsesThePodsAddressGetsNoConnection",
+		},
+		{
+			name: "mark: the pod's connections with itself are not admitted", file: sockOps,
+			old: "admit_own(ctx, cookie, &dst);", new: "", tests: "TestUntouched",
 		},
 		{
 			name: "steer: the pod's connections with itself go to the proxy", file: skLookup,

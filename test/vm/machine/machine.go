@@ -31,6 +31,8 @@ var Modules = []string{
 	"inet_diag", "tcp_diag", "udp_diag", "mptcp_diag",
 	// To see that there are no rules.
 	"nf_tables",
+	// And what nodes have them for.
+	"nft_chain_nat", "nft_nat", "nft_masq",
 }
 
 // parameters of modules that would otherwise make interfaces of their own when they are loaded.
