@@ -18,6 +18,7 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
 
+	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
@@ -252,6 +253,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		undo, err = do()
 		undos.add(undo)
 		e.Observe(name, time.Since(start))
+		fault.Point("enrol: " + name)
 	}
 
 	// Loading takes long enough to be done beside all the rest.
@@ -514,6 +516,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 		// They have been told, and hear it again when they connect: no reason to keep the pod.
 		e.Log.Warn("a proxy has not confirmed that it left the pod", "pod", p.spec.String(), "uid", p.uid, "error", err)
 	}
+	fault.Point("unenrol: proxies told")
 	p.stopWatch()
 	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed}, p.before); err != nil {
 		return err
@@ -521,6 +524,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 	if err := e.removeState(p.uid); err != nil {
 		return err
 	}
+	fault.Point("unenrol: state file removed")
 	e.leave(p)
 	err := p.ns.Close()
 	p.ns, p.ownAddrs, p.probed = nil, nil, nil
@@ -540,13 +544,16 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	if err := m.DeletePod(cookie); err != nil {
 		return err
 	}
+	fault.Point("unenrol: capture off")
 	err = e.Datapath.DetachSteer(uid)
+	fault.Point("unenrol: steer detached")
 	if ns != nil {
 		if enrolled {
 			was.Restore = known.Restore
 		}
 		err = errors.Join(err, strip(ns, was))
 	}
+	fault.Point("unenrol: namespace restored")
 	if err != nil {
 		if enrolled {
 			err = errors.Join(err, m.PutPod(cookie, known))
@@ -560,6 +567,7 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	for addr := range left.probed {
 		errs = append(errs, m.DeleteProbeTarget(addr, uid))
 	}
+	fault.Point("unenrol: map entries removed")
 	return errors.Join(errs...)
 }
 

@@ -8,13 +8,33 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
 )
 
 // ErrInUse says that another process has the dataplane open.
-var ErrInUse = errors.New("another agent uses it: stop that one first")
+var ErrInUse = errors.New("another agent uses it")
+
+// InUseError is the ErrInUse that says which process it is.
+type InUseError struct {
+	// BPFFS is the dataplane's directory.
+	BPFFS string
+	// PID is the process's; 0 if it is not known, for it is in another PID namespace, say.
+	PID int
+}
+
+func (e *InUseError) Error() string {
+	who := ""
+	if e.PID != 0 {
+		who = fmt.Sprintf(" (pid %d)", e.PID)
+	}
+	return fmt.Sprintf("dataplane %s: %v%s: stop that one first", e.BPFFS, ErrInUse, who)
+}
+
+// Is says that it is ErrInUse.
+func (e *InUseError) Is(target error) bool { return target == ErrInUse }
 
 // checkBPFFS says what is wrong with a directory for pins, if anything.
 func checkBPFFS(dir string) error {
@@ -78,9 +98,33 @@ func lockDir(dir string) (*os.File, error) {
 	}
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = ErrInUse
+			return nil, errors.Join(&InUseError{BPFFS: dir, PID: lockHolder(f)}, f.Close())
 		}
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), f.Close())
 	}
 	return f, nil
+}
+
+// lockHolder returns the process that has locked the file, as the kernel's list of locks says; 0 if it cannot be told.
+func lockHolder(f *os.File) int {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return 0
+	}
+	file := fmt.Sprintf("%02x:%02x:%d", unix.Major(st.Dev), unix.Minor(st.Dev), st.Ino)
+	locks, err := os.ReadFile("/proc/locks")
+	if err != nil {
+		return 0
+	}
+	for line := range strings.Lines(string(locks)) {
+		// number, FLOCK, ADVISORY, WRITE, pid, device and inode, from, to
+		fields := strings.Fields(line)
+		if len(fields) < 6 || fields[1] != "FLOCK" || fields[5] != file {
+			continue
+		}
+		if pid, err := strconv.Atoi(fields[4]); err == nil && pid > 0 {
+			return pid
+		}
+	}
+	return 0
 }

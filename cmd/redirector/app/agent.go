@@ -155,7 +155,7 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 	}
 	defer func() { err = errors.Join(err, lock.release()) }()
 
-	datapath, err := loader.Open(loader.Options{BPFFS: o.bpffs, Cgroup: o.cgroup})
+	datapath, err := loader.Open(loader.Options{BPFFS: o.bpffs, Cgroup: o.cgroup, Release: env.buildInfo().Version})
 	if err != nil {
 		return err
 	}
