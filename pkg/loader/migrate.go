@@ -251,9 +251,9 @@ func counterMover(to, from *ebpf.Map, words int) (*ebpf.Program, error) {
 			asm.JEq.Imm(asm.R0, 0, out), asm.Mov.Reg(find.at, asm.R0))
 	}
 	for at := uint32(0); at+8 <= min(to.ValueSize(), from.ValueSize()); at += 8 {
-		ins = append(ins,
-			asm.Mov.Imm(asm.R1, 0),
-			asm.Xchg.Mem(asm.R7, asm.R1, asm.DWord, int16(at)), asm.AddAtomic.Mem(asm.R8, asm.R1, asm.DWord, int16(at)))
+		exchange := asm.Xchg.Mem(asm.R7, asm.R1, asm.DWord, int16(at))
+		exchange.Constant = int64(asm.Xchg) >> 8 // what the instruction says it does; the library writes this field as it is
+		ins = append(ins, asm.Mov.Imm(asm.R1, 0), exchange, asm.AddAtomic.Mem(asm.R8, asm.R1, asm.DWord, int16(at)))
 	}
 	ins = append(ins, asm.Mov.Imm(asm.R0, 0).WithSymbol(out), asm.Return())
 	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{

@@ -24,22 +24,42 @@ type agentProcess struct {
 
 func startAgent(t *testing.T, b *bed.Bed) *agentProcess {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	proc, err := b.Start(b.Node, true, "agent", []string{
-		self, "agent", "--standalone", "--run-dir", b.RunDir, "--bpffs", b.BPFFS, "--cgroup", b.Cgroup, "--zds-socket", b.ZDSSocket,
-	}, []string{roleVariable + "=agent"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	a := &agentProcess{proc, api.NewClient(filepath.Join(b.RunDir, "agent.sock"))}
+	return startAgentOf(t, b, "")
+}
+
+// startAgentOf starts an agent of that binary, "" for this one, and returns when it answers.
+func startAgentOf(t *testing.T, b *bed.Bed, binary string) *agentProcess {
+	t.Helper()
+	a := launchAgent(t, b, binary)
 	eventually(t, "the agent answers", func() bool {
+		select {
+		case <-a.Done():
+			t.Fatalf("the agent has ended: %s", a.Output())
+		default:
+		}
 		_, err := a.client.Status(t.Context())
 		return err == nil
 	})
 	return a
+}
+
+// launchAgent starts an agent and does not wait for it.
+func launchAgent(t *testing.T, b *bed.Bed, binary string, env ...string) *agentProcess {
+	t.Helper()
+	if binary == "" {
+		var err error
+		if binary, err = os.Executable(); err != nil {
+			t.Fatal(err)
+		}
+		env = append(env, roleVariable+"=agent")
+	}
+	proc, err := b.Start(b.Node, true, "agent", []string{
+		binary, "agent", "--standalone", "--run-dir", b.RunDir, "--bpffs", b.BPFFS, "--cgroup", b.Cgroup, "--zds-socket", b.ZDSSocket,
+	}, env)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &agentProcess{proc, api.NewClient(filepath.Join(b.RunDir, "agent.sock"))}
 }
 
 // The agent is killed under load: what is established goes on, what is new is steered, and the next agent takes over without

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/test/agent"
+	"github.com/redirector-dataplane/redirector/test/bed"
+	"github.com/redirector-dataplane/redirector/test/rebuild"
+)
+
+// site is a node with a proxy, some enrolled pods and connections that never stop: so many new ones per second, in both
+// directions and families, and some that stay.
+type site struct {
+	*node
+	agent *agentProcess
+	proxy *proxy
+	pods  []*bed.NS
+	apps  []*bed.App
+
+	stop     chan struct{}
+	group    sync.WaitGroup
+	mu       sync.Mutex
+	made     int
+	failures []error
+	long     []net.Conn
+}
+
+const (
+	perSecond = 200
+	longLived = 50
+)
+
+// newSite starts it all with an agent of that binary; "" stands for this one.
+func newSite(t *testing.T, binary string) *site {
+	t.Helper()
+	b := bed.ForTest(t, bed.Options{})
+	if err := b.JoinCgroup(); err != nil {
+		t.Fatal(err)
+	}
+	if err := loader.CheckFeatures(); err != nil {
+		t.Skip(err)
+	}
+	s := &site{node: &node{Bed: b, t: t}, stop: make(chan struct{})}
+	s.agent = startAgentOf(t, b, binary)
+	s.proxy = s.startProxyProcess()
+	s.apps = append(s.apps, s.serve(s.Outside, 8080, bed.AppOptions{}))
+	for i := range 3 {
+		pod := s.plainPod(fmt.Sprintf("pod%d", i))
+		s.pods = append(s.pods, pod)
+		s.apps = append(s.apps, s.serve(pod, 8080, bed.AppOptions{}))
+		s.enrolBy(pod)
+	}
+	ways := s.ways()
+	for i := range longLived {
+		way := ways[i%len(ways)]
+		c, err := way.from.Dial(t.Context(), bed.DialSpec{Remote: way.to})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		if _, err := bed.ReadIdentity(c); err != nil {
+			t.Fatal(err)
+		}
+		s.long = append(s.long, c)
+	}
+	s.group.Go(s.connect)
+	t.Cleanup(s.end)
+	return s
+}
+
+// way is from where to where a connection is made.
+type way struct {
+	from *bed.NS
+	to   netip.AddrPort
+}
+
+func (s *site) ways() (all []way) {
+	for _, pod := range s.pods {
+		for _, family := range []string{"IPv4", "IPv6"} {
+			all = append(all,
+				way{pod, netip.AddrPortFrom(addr(s.Outside, family), 8080)},
+				way{s.Outside, netip.AddrPortFrom(addr(pod, family), 8080)})
+		}
+	}
+	return all
+}
+
+func (s *site) connect() {
+	ways := s.ways()
+	ticker := time.NewTicker(time.Second / perSecond)
+	defer ticker.Stop()
+	for i := 0; ; i++ {
+		select {
+		case <-s.stop:
+			return
+		case <-ticker.C:
+		}
+		s.group.Go(func() {
+			way := ways[i%len(ways)]
+			err := exchange(way.from, way.to)
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.made++
+			if err != nil {
+				s.failures = append(s.failures, fmt.Errorf("%s to %s: %w", way.from.Name, way.to, err))
+			}
+		})
+	}
+}
+
+// end stops making connections; it may be called again.
+func (s *site) end() {
+	select {
+	case <-s.stop:
+	default:
+		close(s.stop)
+	}
+	s.group.Wait()
+}
+
+// still lets some connections be made, and talks on those that stay.
+func (s *site) still(when string) {
+	s.t.Helper()
+	count := func() int {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.made
+	}
+	target := count() + 20
+	eventually(s.t, "connections are made", func() bool { return count() >= target })
+	for _, c := range s.long {
+		_ = c.SetDeadline(time.Now().Add(patience))
+		if err := echo(c, []byte("still there")); err != nil {
+			s.t.Errorf("%s, %s to %s: %v", when, c.LocalAddr(), c.RemoteAddr(), err)
+		}
+	}
+}
+
+// verdict ends the load and fails the test if a connection failed, or came to an app past the proxy.
+func (s *site) verdict() {
+	s.t.Helper()
+	s.end()
+	if len(s.failures) > 0 {
+		s.t.Errorf("%d of %d connections failed, the first: %v", len(s.failures), s.made, s.failures[0])
+	}
+	var accepted int64
+	for _, app := range s.apps {
+		accepted += app.Accepts()
+	}
+	proxied := 0
+	eventually(s.t, "the proxy has noted what it carried", func() bool {
+		proxied = 0
+		for _, c := range s.proxy.connections() {
+			if c.Error == "" {
+				proxied++
+			}
+		}
+		return proxied >= s.made+len(s.long)
+	})
+	if int64(proxied) != accepted {
+		s.t.Errorf("the apps have accepted %d connections, the proxy has carried %d", accepted, proxied)
+	}
+	s.t.Logf("%d connections, %d that stayed", s.made, len(s.long))
+}
+
+func (s *site) enrolBy(pod *bed.NS) {
+	s.t.Helper()
+	request := api.EnrollRequest{Spec: agent.Spec(pod), Wait: true, Timeout: api.Duration(patience)}
+	if _, err := s.agent.client.Enroll(s.t.Context(), request); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// restart ends the agent and starts another.
+func (s *site) restart(sig os.Signal, binary string) {
+	s.t.Helper()
+	if err := s.agent.Signal(sig); err != nil {
+		s.t.Fatal(err)
+	}
+	<-s.agent.Done()
+	s.agent = startAgentOf(s.t, s.Bed, binary)
+}
+
+// captured is how many connections of all pods the dataplane has captured, as the agent says.
+func (s *site) captured() (n uint64) {
+	s.t.Helper()
+	pods, err := s.agent.client.Pods(s.t.Context())
+	if err != nil || len(pods) != len(s.pods) {
+		s.t.Fatalf("the agent has %+v, %v", pods, err)
+	}
+	for _, p := range pods {
+		n += p.Counters.OutboundCaptured
+		if c := p.Counters; c.OutboundNoListener+c.InboundNoListener+c.SealDropped+c.LoopsDropped > 0 {
+			s.t.Errorf("counters of %s are %+v", p.Name, c)
+		}
+	}
+	return n
+}
+
+// wantCounted checks that no count was lost: each outbound connection that was made was counted once.
+func (s *site) wantCounted() {
+	s.t.Helper()
+	want := uint64(0)
+	for _, c := range s.proxy.connections() {
+		if c.Direction == "outbound" {
+			want++
+		}
+	}
+	if got := s.captured(); got != want {
+		s.t.Errorf("%d connections were counted as captured, the proxy saw %d", got, want)
+	}
+}
+
+// Restarts are not noticed, in whatever way the agent ends.
+func TestRestartsUnderLoad(t *testing.T) {
+	rounds := 50
+	if testing.Short() {
+		rounds = 4
+	}
+	s := newSite(t, "")
+	for i := range rounds {
+		sig := unix.SIGTERM
+		if i%2 == 0 {
+			sig = unix.SIGKILL
+		}
+		s.restart(sig, "")
+		s.still(fmt.Sprintf("after restart %d, by %v", i+1, sig))
+	}
+	s.verdict()
+	s.wantCounted()
+}
+
+// buildAgents builds this version and others, and skips the test where that cannot be done.
+func buildAgents(t *testing.T, versions map[string][]rebuild.Edit) map[string]string {
+	t.Helper()
+	dir := t.TempDir()
+	all := map[string]string{}
+	for version, edits := range versions {
+		binary, err := rebuild.Agent(t.Context(), dir, version, edits)
+		if errors.Is(err, rebuild.ErrMissing) {
+			t.Skip(err)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		all[version] = binary
+	}
+	return all
+}
+
+// Upgrades to a version whose maps have grown, and back, are not noticed either, and no entry and no count is lost.
+func TestUpgradesUnderLoad(t *testing.T) {
+	if testing.Short() {
+		t.Skip("a soak test")
+	}
+	agents := buildAgents(t, map[string][]rebuild.Edit{"v1": nil, "v2": rebuild.Grown()})
+	s := newSite(t, agents["v1"])
+	for i := range 10 {
+		sig := unix.SIGTERM
+		if i%3 == 0 {
+			sig = unix.SIGKILL
+		}
+		version := []string{"v2", "v1"}[i%2]
+		s.restart(sig, agents[version])
+		s.still(fmt.Sprintf("after upgrade %d, to %s", i+1, version))
+		if status, err := s.agent.client.Status(t.Context()); err != nil || status.Agent.Version != version {
+			t.Errorf("the agent is %+v, %v", status.Agent, err)
+		}
+		if left, _ := filepath.Glob(filepath.Join(s.BPFFS, "[np]*t*", "*")); len(left) > 0 {
+			t.Errorf("after upgrade %d pins are left: %v", i+1, left)
+		}
+	}
+	s.verdict()
+	s.wantCounted()
+	for _, pod := range s.pods { // and what it has can be taken out
+		if err := s.agent.client.Unenroll(t.Context(), "uid-"+pod.Name); err != nil {
+			t.Error(err)
+		}
+	}
+}
