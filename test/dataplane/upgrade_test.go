@@ -3,19 +3,27 @@
 package dataplane
 
 import (
+	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -225,6 +233,38 @@ func (s *site) wantCounted() {
 	}
 }
 
+// wantLayout checks that the dataplane has a layout, and nothing of others.
+func (s *site) wantLayout(version uint32) {
+	s.t.Helper()
+	for _, dir := range []string{"next", "previous"} {
+		if _, err := os.Stat(filepath.Join(s.BPFFS, dir)); !errors.Is(err, os.ErrNotExist) {
+			s.t.Errorf("with layout %d, pins are left in %s (%v)", version, dir, err)
+		}
+	}
+	sizes := map[string]uint32{}
+	for _, name := range []string{"layout", "pods", "counters"} {
+		m, err := ebpf.LoadPinnedMap(filepath.Join(s.BPFFS, "maps", name), nil)
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		defer m.Close()
+		sizes[name] = m.ValueSize()
+		if name == "layout" {
+			var record bpf.RedirectorLayoutRecord
+			if err := m.Lookup(uint32(0), &record); err != nil || record.Version != version {
+				s.t.Errorf("the layout is %+v, %v; want version %d", record, err, version)
+			}
+		}
+	}
+	grown := uint32(8) * (version - 1)
+	if want := uint32(binary.Size(bpf.RedirectorPod{})) + grown; sizes["pods"] != want {
+		s.t.Errorf("with layout %d, pods has values of %d bytes, want %d", version, sizes["pods"], want)
+	}
+	if want := uint32(binary.Size(bpf.RedirectorPodCounters{})) + grown; sizes["counters"] != want {
+		s.t.Errorf("with layout %d, counters has values of %d bytes, want %d", version, sizes["counters"], want)
+	}
+}
+
 // Restarts are not noticed, in whatever way the agent ends.
 func TestRestartsUnderLoad(t *testing.T) {
 	rounds := 50
@@ -280,9 +320,7 @@ func TestUpgradesUnderLoad(t *testing.T) {
 		if status, err := s.agent.client.Status(t.Context()); err != nil || status.Agent.Version != version {
 			t.Errorf("the agent is %+v, %v", status.Agent, err)
 		}
-		if left, _ := filepath.Glob(filepath.Join(s.BPFFS, "[np]*t*", "*")); len(left) > 0 {
-			t.Errorf("after upgrade %d pins are left: %v", i+1, left)
-		}
+		s.wantLayout(uint32(2 - i%2))
 	}
 	s.verdict()
 	s.wantCounted()
@@ -291,4 +329,120 @@ func TestUpgradesUnderLoad(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+// An agent that is killed anywhere in an upgrade leaves a dataplane that works, and the next goes on from there.
+func TestAnUpgradeIsInterrupted(t *testing.T) {
+	if testing.Short() {
+		t.Skip("a soak test")
+	}
+	agents := buildAgents(t, map[string][]rebuild.Edit{"v1": nil, "v2": append(rebuild.Grown(), rebuild.Crashing()...)})
+	s := newSite(t, agents["v1"])
+	var points []string
+	for _, point := range fault.Points["upgrade"] {
+		points = append(points, point)
+		if point == "upgrade: map replaced" || point == "upgrade: program replaced" {
+			for n := 2; n <= 5; n++ {
+				points = append(points, fmt.Sprintf("%s#%d", point, n))
+			}
+		}
+	}
+	for _, point := range points {
+		s.kill()
+		dying := launchAgent(t, s.Bed, agents["v2"], rebuild.CrashVariable+"="+point)
+		eventually(t, "the agent dies at "+point, func() bool {
+			select {
+			case <-dying.Done():
+				return true
+			default:
+				return false
+			}
+		})
+		s.still("killed at " + point)
+		s.agent = startAgentOf(t, s.Bed, agents["v2"])
+		s.still("after " + point)
+		s.wantLayout(2)
+		s.restart(unix.SIGTERM, agents["v1"])
+		s.wantLayout(1)
+	}
+	s.verdict()
+	s.wantCounted()
+}
+
+func (s *site) kill() {
+	s.t.Helper()
+	if err := s.agent.Kill(); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// A version that cannot take over says so, and leaves the dataplane to those that can.
+func TestAnUpgradeIsRefused(t *testing.T) {
+	if testing.Short() {
+		t.Skip("a soak test")
+	}
+	agents := buildAgents(t, map[string][]rebuild.Edit{"v1": nil, "v9": rebuild.Strange()})
+	s := newSite(t, agents["v1"])
+	s.kill()
+	pins := func() string { return mapIDs(t, s.BPFFS) }
+	before := pins()
+	refused := launchAgent(t, s.Bed, agents["v9"])
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	if err := refused.Wait(ctx); err == nil {
+		t.Error("an agent of a strange version runs")
+	}
+	for _, want := range []string{"layout 1 of v1", "layout 9 of v9", "cleanup"} {
+		if out := refused.Output(); !strings.Contains(out, want) {
+			t.Errorf("the agent says %q, and not %q", out, want)
+		}
+	}
+	if after := pins(); after != before {
+		t.Errorf("the dataplane was\n%s\nand is\n%s", before, after)
+	}
+	s.still("refused")
+	s.agent = startAgentOf(t, s.Bed, agents["v1"])
+	s.still("taken over")
+	s.verdict()
+	s.wantCounted()
+}
+
+// mapIDs describes what is pinned, and which programs the links have.
+func mapIDs(t *testing.T, bpffs string) string {
+	t.Helper()
+	var all strings.Builder
+	err := filepath.WalkDir(bpffs, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		if filepath.Base(filepath.Dir(path)) == "maps" {
+			m, err := ebpf.LoadPinnedMap(path, nil)
+			if err != nil {
+				return err
+			}
+			defer m.Close()
+			info, err := m.Info()
+			if err != nil {
+				return err
+			}
+			id, _ := info.ID()
+			fmt.Fprintln(&all, path, "map", id)
+			return nil
+		}
+		l, err := link.LoadPinnedLink(path, nil)
+		if err != nil {
+			return err
+		}
+		defer l.Close()
+		info, err := l.Info()
+		if err != nil {
+			return err
+		}
+		fmt.Fprintln(&all, path, "link", info.ID, "program", info.Program)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return all.String()
 }

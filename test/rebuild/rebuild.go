@@ -46,6 +46,29 @@ func Grown() []Edit {
 	return edits
 }
 
+// CrashVariable is the environment variable that says where an agent with Crashing's changes ends: at the point of package fault
+// with that name, or, with "#2" behind it, when that is passed for the second time.
+const CrashVariable = "REDIRECTOR_CRASH_AT"
+
+// Crashing is this version, but for being able to end where CrashVariable says. The real one has nothing of that kind in it.
+func Crashing() []Edit {
+	const file = "cmd/redirector/main.go"
+	return []Edit{
+		{file, `(import \(\n)`, "$1\t\"fmt\"\n\t\"sync/atomic\"\n\t\"syscall\"\n\n\t\"github.com/redirector-dataplane/redirector/pkg/fault\"\n"},
+		{file, `(func main\(\) \{\n)`, `$1
+			var passed atomic.Int64
+			at := os.Getenv("` + CrashVariable + `")
+			fault.Hook = func(point string) {
+				if point == at || strings.HasPrefix(at, point+"#") && at == fmt.Sprintf("%s#%d", point, passed.Add(1)) {
+					_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+					select {}
+				}
+			}
+		`},
+		{file, `(\t"os"\n)`, "$1\t\"strings\"\n"},
+	}
+}
+
 // Strange is a version that nothing can be carried over to.
 func Strange() []Edit {
 	return []Edit{
