@@ -8,10 +8,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/flock"
 )
 
 // ErrInUse says that another process has the dataplane open.
@@ -96,35 +97,11 @@ func lockDir(dir string) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open for locking: %w", err)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := flock.Try(f); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, errors.Join(&InUseError{BPFFS: dir, PID: lockHolder(f)}, f.Close())
+			return nil, errors.Join(&InUseError{BPFFS: dir, PID: flock.Holder(f)}, f.Close())
 		}
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), f.Close())
 	}
 	return f, nil
-}
-
-// lockHolder returns the process that has locked the file, as the kernel's list of locks says; 0 if it cannot be told.
-func lockHolder(f *os.File) int {
-	var st unix.Stat_t
-	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
-		return 0
-	}
-	file := fmt.Sprintf("%02x:%02x:%d", unix.Major(st.Dev), unix.Minor(st.Dev), st.Ino)
-	locks, err := os.ReadFile("/proc/locks")
-	if err != nil {
-		return 0
-	}
-	for line := range strings.Lines(string(locks)) {
-		// number, FLOCK, ADVISORY, WRITE, pid, device and inode, from, to
-		fields := strings.Fields(line)
-		if len(fields) < 6 || fields[1] != "FLOCK" || fields[5] != file {
-			continue
-		}
-		if pid, err := strconv.Atoi(fields[4]); err == nil && pid > 0 {
-			return pid
-		}
-	}
-	return 0
 }
