@@ -56,7 +56,7 @@ type Datapath struct {
 	seal    *template
 	adopted bool
 
-	// What Heal puts back when it is gone. Held open, it works on without its pin. mu guards links.
+	// What Heal puts back when it is gone. mu is held by it.
 	mu     sync.Mutex
 	links  map[string]link.Link
 	shared map[string]*ebpf.Program

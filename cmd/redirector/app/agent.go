@@ -248,6 +248,7 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 	group.Go(func() error { return proxies.Serve(proxyCtx) })
 	group.Go(func() error { return who.Run(groupCtx) })
 	group.Go(func() error { return enroller.Reconcile(groupCtx) })
+	group.Go(func() error { return enroller.KeepNode(groupCtx) })
 	log.Info("ready", "version", env.buildInfo().Version, "pid", os.Getpid(), "run_dir", o.runDir, "zds_socket", o.zdsSocket,
 		"bpffs", o.bpffs, "cgroup", o.cgroup, "adopted", datapath.Adopted(), "took", time.Since(start))
 	err = group.Wait()
