@@ -100,7 +100,11 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 static __always_inline void on_host_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
 {
 	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
-	struct admission admission = {.by = ADMITTED_BY_PROBE};
+	/* With room for what a later version's values have: pkg/loader lets this program write into such a map, too. */
+	struct {
+		struct admission admission;
+		__u32 later[7];
+	} value = {.admission.by = ADMITTED_BY_PROBE};
 	struct probe_target_key key;
 	struct probe_target *target;
 	struct flow_key flow;
@@ -112,7 +116,7 @@ static __always_inline void on_host_connect(struct bpf_sock_ops *ctx, struct bpf
 	target = bpf_map_lookup_elem(&probe_targets, &key);
 	if (!target || target->netns_cookie != verdict->probe_target)
 		return;
-	if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))
+	if (bpf_map_update_elem(&admitted, &flow, &value, BPF_ANY))
 		return;
 	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
 	count(flow.netns_cookie, probes_admitted);

@@ -15,8 +15,8 @@ func Point(name string) {
 	}
 }
 
-// Points lists all names by what is under way, each in the order in which they are passed. Those of an upgrade are passed only
-// when the layout of a map has changed, but for the last ones.
+// Points lists all names by what is under way, each in the order in which they are passed. Some of an upgrade are passed only
+// when the layout of a map has changed.
 var Points = map[string][]string{
 	"create": {"create: maps pinned", "create: programs attached", "create: pins in place"},
 	"enrol": {
@@ -29,7 +29,7 @@ var Points = map[string][]string{
 	},
 	"upgrade": {
 		"upgrade: maps copied", "upgrade: programs loaded", "upgrade: old map kept", "upgrade: map replaced",
-		"upgrade: tail call replaced", "upgrade: program replaced", "upgrade: layout noted", "upgrade: pods taken over",
+		"upgrade: bridges built", "upgrade: program replaced", "upgrade: tail call replaced", "upgrade: layout noted", "upgrade: pods taken over",
 		"upgrade: counters added up",
 	},
 }

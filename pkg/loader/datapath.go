@@ -60,6 +60,9 @@ type Datapath struct {
 	mu     sync.Mutex
 	links  map[string]link.Link
 	shared map[string]*ebpf.Program
+
+	// bridge is there between Open and Settle, after a map has been replaced that programs write.
+	bridge bridge
 }
 
 // Open makes the dataplane, or takes over the one that an earlier process has left: programs are replaced in place, and so are
@@ -86,8 +89,8 @@ func Open(opts Options) (*Datapath, error) {
 	_, err = os.Stat(filepath.Join(opts.BPFFS, mapsDir))
 	switch {
 	case err == nil:
-		err = d.adopt(spec, mine)
 		d.adopted = true
+		err = d.adopt(spec, mine)
 	case errors.Is(err, fs.ErrNotExist):
 		err = d.create(spec, mine)
 	}
@@ -139,7 +142,7 @@ func (d *Datapath) create(spec *ebpf.CollectionSpec, mine Layout) (err error) {
 	if err := writeLayout(d.maps.Layout, mine); err != nil {
 		return err
 	}
-	if err := d.putToWork(filepath.Join(fresh, linksDir)); err != nil {
+	if err := d.putToWork(spec, filepath.Join(fresh, linksDir)); err != nil {
 		return err
 	}
 	fault.Point("create: programs attached")
@@ -339,7 +342,7 @@ func (d *Datapath) adopt(spec *ebpf.CollectionSpec, mine Layout) (err error) {
 	if err := d.replacePins(pinned, made); err != nil {
 		return err
 	}
-	if err := d.putToWork(filepath.Join(d.bpffs, linksDir)); err != nil {
+	if err := d.putToWork(spec, filepath.Join(d.bpffs, linksDir)); err != nil {
 		return err
 	}
 	if err := d.removeUnknown(spec); err != nil {
@@ -398,7 +401,7 @@ func (d *Datapath) makeMap(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error)
 func (d *Datapath) replacePins(pinned, made map[string]*ebpf.Map) error {
 	for name := range made {
 		old := pinned[name]
-		if old != nil && (old.Type() == ebpf.PerCPUHash || old.Type() == ebpf.ProgramArray) {
+		if old != nil && old.Type() != ebpf.Hash && old.Type() != ebpf.Array {
 			if err := keep(d.bpffs, name, old); err != nil {
 				return err
 			}
@@ -471,12 +474,12 @@ var nodePrograms = []struct {
 	program string
 	attach  ebpf.AttachType
 }{
-	// What leaves notes with sockets comes before what reads them, and what marks comes last.
+	// What reads the notes that others leave with sockets comes first: see putToWork.
+	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps},
 	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate},
 	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt},
 	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect},
 	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect},
-	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps},
 }
 
 // load loads the programs that all pods share, and prepares those that each pod gets a copy of.
@@ -502,21 +505,65 @@ var tailCalls = []struct {
 	{bpf.RedirectorTailCallTAIL_CALL_SEAL_PKT, bpf.RedirectorProgRedirSealPkt},
 }
 
-// putToWork puts the programs that all pods share where they act, in the place of those that may be there.
-func (d *Datapath) putToWork(links string) error {
-	for _, t := range tailCalls {
-		if err := d.maps.TailCalls.Put(uint32(t.index), d.shared[t.program]); err != nil {
-			return fmt.Errorf("map tail_calls: put: %w", err)
-		}
-		fault.Point("upgrade: tail call replaced")
+// putToWork puts the programs that all pods share where they act, in the place of those that may be there. The order is what
+// keeps everything found: first the new programs leave notes with sockets, beside the old ones; then the program is replaced
+// that reads these notes and admits flows; then what old programs have written is copied; then the seal is replaced, which reads all that; and
+// last the old programs that leave notes.
+func (d *Datapath) putToWork(spec *ebpf.CollectionSpec, links string) (err error) {
+	listeners := func() error {
+		return d.eachPrevious(bpf.RedirectorMapListeners, func(old *ebpf.Map) error {
+			return copyListeners(d.maps.RedirectorMaps.Listeners, old)
+		})
 	}
-	for _, p := range nodePrograms {
+	var notes bridge
+	defer func() { err = errors.Join(err, notes.close()) }()
+	if d.adopted {
+		if err := errors.Join(d.bridgeSockets(&notes), d.bridgeAdmitted(spec), listeners()); err != nil {
+			return err
+		}
+		fault.Point("upgrade: bridges built")
+	}
+	for i, p := range nodePrograms {
 		l, err := attachCgroup(d.shared[p.program], p.attach, d.cgroup, filepath.Join(links, p.pin))
 		if err != nil {
 			return err
 		}
 		d.links[p.pin] = l
 		fault.Point("upgrade: program replaced")
+		if i > 0 {
+			continue
+		}
+		// Listeners once more, for what was made meanwhile.
+		if err := errors.Join(listeners(), d.copyAdmitted()); err != nil {
+			return err
+		}
+		if err := d.putTailCalls(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// putTailCalls puts the programs that others call into the map.
+func (d *Datapath) putTailCalls() error {
+	for _, t := range tailCalls {
+		put := func(m *ebpf.Map) error {
+			if uint32(t.index) >= m.MaxEntries() {
+				return nil // an older map, of a version that has no such program
+			}
+			if err := m.Put(uint32(t.index), d.shared[t.program]); err != nil {
+				return fmt.Errorf("put: %w", err)
+			}
+			return nil
+		}
+		if err := put(d.maps.TailCalls); err != nil {
+			return fmt.Errorf("map tail_calls: %w", err)
+		}
+		// What pods have from an older version calls this version's programs, too: they read the maps that are written now.
+		if err := d.eachPrevious(bpf.RedirectorMapTailCalls, put); err != nil {
+			return err
+		}
+		fault.Point("upgrade: tail call replaced")
 	}
 	return nil
 }
@@ -603,6 +650,7 @@ func (d *Datapath) Close() error {
 	if d.maps != nil {
 		errs = append(errs, d.maps.Close())
 	}
+	errs = append(errs, d.bridge.close())
 	for _, l := range d.links {
 		errs = append(errs, l.Close())
 	}

@@ -115,10 +115,6 @@ func sameLayout(spec *ebpf.MapSpec, pinned *ebpf.Map) (bool, error) {
 			pinned.Type(), pinned.Flags(), spec.Type, spec.Flags, errMeaning)
 	}
 	same := pinned.KeySize() == spec.KeySize && pinned.ValueSize() == spec.ValueSize && pinned.MaxEntries() == spec.MaxEntries
-	if !same && !portable(spec.Type) {
-		return false, fmt.Errorf("it has keys of %d and values of %d bytes and room for %d, not %d, %d and %d, and a %s: %w",
-			pinned.KeySize(), pinned.ValueSize(), pinned.MaxEntries(), spec.KeySize, spec.ValueSize, spec.MaxEntries, spec.Type, errMeaning)
-	}
 	types, err := typesOf(pinned)
 	if err != nil {
 		return false, err

@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strings"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -24,24 +23,14 @@ import (
 const (
 	// nextDir has the pins of maps that are being filled.
 	nextDir = "next"
-	// previousDir has those of maps that programs of pods may still use: the counters, whose counts are not in the new map yet,
-	// and the tail calls, which the kernel empties when nothing in user space holds the map.
+	// previousDir has those of maps that programs of pods may still use, and that are needed as long as they do: the counters, to
+	// be added up; the tail calls, which the kernel empties when nothing in user space holds the map; and what programs write.
 	previousDir = "previous"
 )
 
-// portable says whether the entries of such maps can be carried over into one of another layout.
-func portable(t ebpf.MapType) bool {
-	switch t {
-	case ebpf.Hash, ebpf.Array, ebpf.PerCPUHash, ebpf.ProgramArray:
-		return true
-	default:
-		return false
-	}
-}
-
 // carryOver makes a map as the spec says and puts in what the old one has: fields that only one of them knows are left out,
-// or zero. Counters begin at zero, and are added up by addCounters when nothing counts in the old map any more. Tail calls are
-// the loader's to put in.
+// or zero. Counters begin at zero, and are added up by addCounters when nothing counts in the old map any more. The other maps that
+// programs write begin empty, see bridge, and so do the tail calls, which are the loader's to put in.
 func carryOver(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error) {
 	m, err := ebpf.NewMap(spec)
 	if err != nil {
@@ -56,7 +45,8 @@ func carryOver(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error) {
 func copyEntries(to, from *ebpf.Map) error {
 	var zero any
 	switch from.Type() {
-	case ebpf.ProgramArray:
+	case ebpf.Hash, ebpf.Array:
+	default:
 		return nil
 	case ebpf.PerCPUHash:
 		cpus, err := ebpf.PossibleCPU()
@@ -145,31 +135,18 @@ func keep(bpffs, name string, m *ebpf.Map) error {
 // the new one. If all pods have this version's programs, all says so, what was kept for the older ones is let go.
 func (d *Datapath) Settle(all bool) error {
 	fault.Point("upgrade: pods taken over")
-	dir := filepath.Join(d.bpffs, previousDir)
-	kept, err := os.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
+	err := d.eachPrevious(bpf.RedirectorMapCounters, func(old *ebpf.Map) error { return addCounters(d.maps.RedirectorMaps.Counters, old) })
 	if err != nil {
-		return fmt.Errorf("look for what an older dataplane has counted: %w", err)
-	}
-	for _, file := range kept {
-		if name, _, _ := strings.Cut(file.Name(), "-"); name != bpf.RedirectorMapCounters {
-			continue
-		}
-		old, err := ebpf.LoadPinnedMap(filepath.Join(dir, file.Name()), nil)
-		if err == nil {
-			err = errors.Join(addCounters(d.maps.RedirectorMaps.Counters, old), old.Close())
-		}
-		if err != nil {
-			return fmt.Errorf("add up what an older dataplane has counted: %w", err)
-		}
+		return err
 	}
 	fault.Point("upgrade: counters added up")
 	if !all {
 		return nil
 	}
-	if err := os.RemoveAll(dir); err != nil {
+	if err := errors.Join(d.dropEnded(), d.bridge.close()); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(filepath.Join(d.bpffs, previousDir)); err != nil {
 		return fmt.Errorf("let go of an older dataplane's maps: %w", err)
 	}
 	return nil

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -24,6 +25,7 @@ import (
 	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/fault"
+	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -43,6 +45,7 @@ type site struct {
 	group    sync.WaitGroup
 	mu       sync.Mutex
 	made     int
+	probes   int // of these
 	failures []error
 	long     []net.Conn
 }
@@ -73,6 +76,7 @@ func newSite(t *testing.T, binary string) *site {
 		s.enrolBy(pod)
 	}
 	ways := s.ways()
+	ways = slices.DeleteFunc(ways, func(w way) bool { return w.probe })
 	for i := range longLived {
 		way := ways[i%len(ways)]
 		c, err := way.from.Dial(t.Context(), bed.DialSpec{Remote: way.to})
@@ -94,14 +98,17 @@ func newSite(t *testing.T, binary string) *site {
 type way struct {
 	from *bed.NS
 	to   netip.AddrPort
+	// probe says that it is made by the host, and must reach the app without the proxy.
+	probe bool
 }
 
 func (s *site) ways() (all []way) {
 	for _, pod := range s.pods {
 		for _, family := range []string{"IPv4", "IPv6"} {
 			all = append(all,
-				way{pod, netip.AddrPortFrom(addr(s.Outside, family), 8080)},
-				way{s.Outside, netip.AddrPortFrom(addr(pod, family), 8080)})
+				way{from: pod, to: netip.AddrPortFrom(addr(s.Outside, family), 8080)},
+				way{from: s.Outside, to: netip.AddrPortFrom(addr(pod, family), 8080)},
+				way{from: s.Node, to: netip.AddrPortFrom(addr(pod, family), 8080), probe: true})
 		}
 	}
 	return all
@@ -119,15 +126,39 @@ func (s *site) connect() {
 		}
 		s.group.Go(func() {
 			way := ways[i%len(ways)]
-			err := exchange(way.from, way.to)
+			err := way.try()
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			s.made++
+			if way.probe {
+				s.probes++
+			}
 			if err != nil {
 				s.failures = append(s.failures, fmt.Errorf("%s to %s: %w", way.from.Name, way.to, err))
 			}
 		})
 	}
+}
+
+// try makes one connection.
+func (w *way) try() error {
+	if !w.probe {
+		return exchange(w.from, w.to)
+	}
+	c, err := w.from.Dial(context.Background(), bed.DialSpec{Remote: w.to, Timeout: patience})
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(patience))
+	id, err := bed.ReadIdentity(c)
+	if err != nil {
+		return fmt.Errorf("read: %w", err)
+	}
+	if peer := id.Peer.Addr(); peer != hostprobe.Defaults.V4 && peer != hostprobe.Defaults.V6 {
+		return fmt.Errorf("the app takes a probe for one from %s", peer)
+	}
+	return nil
 }
 
 // end stops making connections; it may be called again.
@@ -177,12 +208,12 @@ func (s *site) verdict() {
 				proxied++
 			}
 		}
-		return proxied >= s.made+len(s.long)
+		return proxied >= s.made-s.probes+len(s.long)
 	})
-	if int64(proxied) != accepted {
-		s.t.Errorf("the apps have accepted %d connections, the proxy has carried %d", accepted, proxied)
+	if int64(proxied+s.probes) != accepted {
+		s.t.Errorf("the apps have accepted %d connections, the proxy has carried %d, and %d were probes", accepted, proxied, s.probes)
 	}
-	s.t.Logf("%d connections, %d that stayed", s.made, len(s.long))
+	s.t.Logf("%d connections, %d of them probes, and %d that stayed", s.made, s.probes, len(s.long))
 }
 
 func (s *site) enrolBy(pod *bed.NS) {
@@ -242,7 +273,7 @@ func (s *site) wantLayout(version uint32) {
 		}
 	}
 	sizes := map[string]uint32{}
-	for _, name := range []string{"layout", "pods", "counters"} {
+	for _, name := range []string{"layout", "pods", "counters", "sockets"} {
 		m, err := ebpf.LoadPinnedMap(filepath.Join(s.BPFFS, "maps", name), nil)
 		if err != nil {
 			s.t.Fatal(err)
@@ -259,6 +290,9 @@ func (s *site) wantLayout(version uint32) {
 	grown := uint32(8) * (version - 1)
 	if want := uint32(binary.Size(bpf.RedirectorPod{})) + grown; sizes["pods"] != want {
 		s.t.Errorf("with layout %d, pods has values of %d bytes, want %d", version, sizes["pods"], want)
+	}
+	if want := uint32(binary.Size(bpf.RedirectorSocketVerdict{})) + grown; sizes["sockets"] != want {
+		s.t.Errorf("with layout %d, sockets has values of %d bytes, want %d", version, sizes["sockets"], want)
 	}
 	if want := uint32(binary.Size(bpf.RedirectorPodCounters{})) + grown; sizes["counters"] != want {
 		s.t.Errorf("with layout %d, counters has values of %d bytes, want %d", version, sizes["counters"], want)

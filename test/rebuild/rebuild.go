@@ -34,11 +34,12 @@ func Grown() []Edit {
 		{"pkg/loader/layout.go", `layoutVersion += 1\n`, "layoutVersion = 2\n"},
 		{"bpf/sock_ops.c", `(count\(cookie, outbound_captured\);)`, "$1\n\tcount(cookie, added);"},
 		{header, `#define MAX_PODS \d+`, "#define MAX_PODS 10000"},
+		{header, `#define MAX_LISTENERS \d+`, "#define MAX_LISTENERS 70000"},
 		{header, `(\n\tTAIL_CALLS,)`, "\n\tTAIL_CALL_ADDED,$1"},
 	}
-	for _, s := range []string{"pod", "own_addr", "probe_target", "pod_counters", "node_config", "cgroup_value"} {
+	for _, s := range []string{"pod", "own_addr", "probe_target", "pod_counters", "node_config", "cgroup_value", "admission", "socket_verdict"} {
 		field := "__u64 added"
-		if s == "own_addr" || s == "cgroup_value" {
+		if s == "own_addr" || s == "cgroup_value" || s == "admission" {
 			field = "__u32 added"
 		}
 		edits = append(edits, Edit{header, `(?s)(\nstruct ` + s + ` \{.*?)(\n\};)`, "$1\n\t" + field + ";$2"})
