@@ -28,13 +28,39 @@ import (
 //	           there are no pods, so that it acts for the host alone, writes the old map.
 //	listeners  They are copied. One that is made before its pod has the new program is found by that.
 //
-// bridge holds what is attached for that, and goes with the process.
+// bridge holds what is attached for that. It is pinned, to outlive an agent that is killed; the next makes its own, and takes away
+// what it does not know.
 type bridge struct {
-	links []link.Link
+	links map[string]link.Link // by the paths of their pins
 	// copied are the flows of older maps that were put into the new one.
 	copied [][]byte
 }
 
+// bridgePrefix is what the names of pins below links begin with that are there for the time of an upgrade.
+const bridgePrefix = "upgrade-"
+
+// attach attaches a program beside those that are on the cgroup, and pins its link in a directory.
+func (b *bridge) attach(cgroup, dir string, prog *ebpf.Program, attach ebpf.AttachType) error {
+	l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: attach, Program: prog})
+	if err != nil {
+		return fmt.Errorf("attach a program to cgroup %s for the time of the upgrade: %w", cgroup, err)
+	}
+	info, err := l.Info()
+	if err != nil {
+		return errors.Join(fmt.Errorf("look at a link: %w", err), l.Close())
+	}
+	pin := filepath.Join(dir, fmt.Sprintf("%s%d", bridgePrefix, info.ID))
+	if err := pinLink(l, pin); err != nil {
+		return errors.Join(err, l.Close())
+	}
+	if b.links == nil {
+		b.links = map[string]link.Link{}
+	}
+	b.links[pin] = l
+	return nil
+}
+
+// close gives the process's handles back. What is attached stays.
 func (b *bridge) close() error {
 	var errs []error
 	for _, l := range b.links {
@@ -44,14 +70,13 @@ func (b *bridge) close() error {
 	return errors.Join(errs...)
 }
 
-// attach attaches a program beside those that are on the cgroup.
-func (b *bridge) attach(cgroup string, prog *ebpf.Program, attach ebpf.AttachType) error {
-	l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: attach, Program: prog})
-	if err != nil {
-		return fmt.Errorf("attach a program to cgroup %s for the time of the upgrade: %w", cgroup, err)
+// end takes the bridge away.
+func (b *bridge) end() error {
+	var errs []error
+	for pin := range b.links {
+		errs = append(errs, detach(pin))
 	}
-	b.links = append(b.links, l)
-	return nil
+	return errors.Join(append(errs, b.close())...)
 }
 
 // previous opens the maps of that name which an upgrade has replaced, and which programs of pods may still use.
@@ -103,7 +128,7 @@ func (d *Datapath) bridgeSockets(notes *bridge) error {
 	for _, p := range nodePrograms {
 		switch p.attach {
 		case ebpf.AttachCGroupInetSockCreate, ebpf.AttachCGroupInet4Connect, ebpf.AttachCGroupInet6Connect:
-			if err := notes.attach(d.cgroup, d.shared[p.program], p.attach); err != nil {
+			if err := notes.attach(d.cgroup, filepath.Join(d.bpffs, linksDir), d.shared[p.program], p.attach); err != nil {
 				return err
 			}
 		}
@@ -139,7 +164,7 @@ func (d *Datapath) bridgeAdmitted(spec *ebpf.CollectionSpec) error {
 			return fmt.Errorf("load a program: %w", err)
 		}
 		defer programs.Close()
-		return d.bridge.attach(d.cgroup, programs.Programs[bpf.RedirectorProgRedirMark], ebpf.AttachCGroupSockOps)
+		return d.bridge.attach(d.cgroup, filepath.Join(d.bpffs, linksDir), programs.Programs[bpf.RedirectorProgRedirMark], ebpf.AttachCGroupSockOps)
 	})
 }
 

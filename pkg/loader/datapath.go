@@ -448,8 +448,9 @@ func (d *Datapath) removeUnknown(spec *ebpf.CollectionSpec) error {
 		return fmt.Errorf("list the pinned links: %w", err)
 	}
 	for _, file := range links {
-		if d.links[file.Name()] == nil {
-			if err := detach(filepath.Join(d.bpffs, linksDir, file.Name())); err != nil {
+		pin := filepath.Join(d.bpffs, linksDir, file.Name())
+		if d.links[file.Name()] == nil && d.bridge.links[pin] == nil {
+			if err := detach(pin); err != nil {
 				return err
 			}
 		}
@@ -541,7 +542,7 @@ func (d *Datapath) putToWork(spec *ebpf.CollectionSpec, links string) (err error
 			return err
 		}
 	}
-	return nil
+	return notes.end()
 }
 
 // putTailCalls puts the programs that others call into the map.

@@ -143,7 +143,7 @@ func (d *Datapath) Settle(all bool) error {
 	if !all {
 		return nil
 	}
-	if err := errors.Join(d.dropEnded(), d.bridge.close()); err != nil {
+	if err := errors.Join(d.dropEnded(), d.bridge.end()); err != nil {
 		return err
 	}
 	if err := os.RemoveAll(filepath.Join(d.bpffs, previousDir)); err != nil {

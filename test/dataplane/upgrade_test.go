@@ -179,7 +179,7 @@ func (s *site) still(when string) {
 		defer s.mu.Unlock()
 		return s.made
 	}
-	target := count() + 20
+	target := count() + 40
 	eventually(s.t, "connections are made", func() bool { return count() >= target })
 	for _, c := range s.long {
 		_ = c.SetDeadline(time.Now().Add(patience))
