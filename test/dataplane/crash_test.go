@@ -12,6 +12,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/google/go-cmp/cmp"
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
@@ -158,6 +159,9 @@ func crashAt(at string) {
 			known[p] = true
 		}
 	}
+	if at == "" {
+		return
+	}
 	fault.Hook = func(point string) {
 		if !known[point] {
 			panic("fault.Points does not list " + point)
@@ -182,7 +186,7 @@ func (a *agentProcess) died(t *testing.T, point string) {
 // An agent is killed wherever it can be with something half done. The next makes it so that the pod is either captured, wholly,
 // or as it was before, wholly.
 func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
-	type attempt func(t *testing.T, n *node, a *agentProcess, pod *bed.NS)
+	type attempt func(t *testing.T, a *agentProcess, pod *bed.NS, point string)
 	enrolPod := func(t *testing.T, a *agentProcess, pod *bed.NS, wait bool) error {
 		t.Helper()
 		request := api.EnrollRequest{Spec: agent.Spec(pod), Wait: wait, Timeout: api.Duration(patience)}
@@ -191,11 +195,15 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 	}
 	for kind, try := range map[string]attempt{
 		"create": nil,
-		"enrol": func(t *testing.T, _ *node, a *agentProcess, pod *bed.NS) {
+		"enrol": func(t *testing.T, a *agentProcess, pod *bed.NS, _ string) {
 			_ = enrolPod(t, a, pod, true)
 		},
-		"unenrol": func(t *testing.T, _ *node, a *agentProcess, pod *bed.NS) {
+		"unenrol": func(t *testing.T, a *agentProcess, pod *bed.NS, _ string) {
 			_ = a.client.Unenroll(t.Context(), "uid-"+pod.Name)
+		},
+		"reconcile": func(t *testing.T, _ *agentProcess, pod *bed.NS, point string) {
+			t.Helper()
+			damage(t, pod, point)
 		},
 	} {
 		for _, point := range fault.Points[kind] {
@@ -217,7 +225,7 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 				}
 				proxy := n.startProxyProcess()
 
-				if kind == "unenrol" {
+				if kind == "unenrol" || kind == "reconcile" {
 					a := startAgent(t, b)
 					if err := enrolPod(t, a, pod, true); err != nil {
 						t.Fatal(err)
@@ -232,7 +240,7 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 						_, err := dying.client.Status(t.Context())
 						return err == nil
 					})
-					try(t, n, dying, pod)
+					try(t, dying, pod, point)
 				}
 				dying.died(t, point)
 
@@ -271,6 +279,42 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 				n.wantUntouched(pod, before)
 			})
 		}
+	}
+}
+
+// damage takes away what is put back at that point.
+func damage(t *testing.T, pod *bed.NS, point string) {
+	t.Helper()
+	h, err := pod.Handle()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	switch point {
+	case "reconcile: seal":
+		var eth0 netlink.Link
+		if eth0, err = h.LinkByName(pod.Link); err == nil {
+			err = h.QdiscDel(&netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
+				LinkIndex: eth0.Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
+			}})
+		}
+	case "reconcile: routing":
+		var rules []netlink.Rule
+		if rules, err = h.RuleList(unix.AF_INET); err == nil {
+			for _, r := range rules {
+				if r.Mark != 0 {
+					r.Family = unix.AF_INET
+					err = h.RuleDel(&r)
+				}
+			}
+		}
+	case "reconcile: sysctl":
+		err = pod.SetSysctl("net.ipv4.fwmark_reflect", "0")
+	default:
+		t.Fatalf("nothing is known to damage for %q", point)
+	}
+	if err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -13,6 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -91,5 +93,53 @@ func TestProxiesRestartWhilePodsComeAndGo(t *testing.T) {
 			_, local := ask(t, pod, bed.DialSpec{Remote: remote})
 			last.saw(pod, nodeproxy.Outbound, local, remote)
 		})
+	}
+}
+
+// A proxy that is away while a pod is taken out and enrolled again has had it all the time, with its listeners. They are known
+// again by the time that Enroll returns.
+func TestAProxyMissesThatAPodLeft(t *testing.T) {
+	b := bed.ForTest(t, bed.Options{})
+	if err := b.JoinCgroup(); err != nil {
+		t.Fatal(err)
+	}
+	if err := loader.CheckFeatures(); err != nil {
+		t.Skip(err)
+	}
+	n := &node{Bed: b, t: t}
+	n.serve(n.Outside, 8080, bed.AppOptions{})
+	a := startAgent(t, b)
+	p := n.startProxyProcess()
+	pod := n.plainPod("pod")
+	enrol := func(wait bool) {
+		t.Helper()
+		request := api.EnrollRequest{Spec: agent.Spec(pod), Wait: wait, Timeout: api.Duration(patience)}
+		if _, err := a.client.Enroll(t.Context(), request); err != nil {
+			t.Fatal(err)
+		}
+	}
+	enrol(true)
+	if err := p.Signal(unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	a = startAgent(t, b)
+	if err := a.client.Unenroll(t.Context(), "uid-pod"); err != nil {
+		t.Fatal(err)
+	}
+	enrol(false)
+	if err := p.Signal(unix.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	enrol(true)
+	ask(t, pod, bed.DialSpec{Remote: netip.AddrPortFrom(n.Outside.V4, 8080)})
+	pods, err := a.client.Pods(t.Context())
+	if err != nil || len(pods) != 1 {
+		t.Fatalf("the agent has %+v, %v", pods, err)
+	}
+	if c := pods[0].Counters; c.OutboundNoListener > 0 {
+		t.Errorf("counters are %+v", c)
 	}
 }
