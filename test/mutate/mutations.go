@@ -329,7 +329,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "probes: their flows are not admitted", file: sockOps,
-			old: "if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))", new: "if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY) || 1)", tests: "TestProbesReachTheAppPastTheProxy",
+			old: "if (bpf_map_update_elem(&admitted, &flow, &value, BPF_ANY))", new: "if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY) || 1)", tests: "TestProbesReachTheAppPastTheProxy",
 		},
 		{
 			name: "probes: their flows are admitted for ever", file: sockOps,
