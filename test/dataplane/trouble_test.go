@@ -3,6 +3,7 @@
 package dataplane
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -10,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/google/go-cmp/cmp"
@@ -187,11 +189,15 @@ func fillMap(t *testing.T, m *ebpf.Map) {
 	for i := uint32(0); ; i++ {
 		key := slices.Repeat([]byte{foreign}, int(m.KeySize()))
 		key[4], key[5], key[6] = byte(i), byte(i>>8), byte(i>>16)
-		if err := m.Put(key, value); err != nil {
-			if i == 0 {
-				t.Fatal(err)
-			}
+		err := m.Put(key, value)
+		for end := time.Now().Add(patience); errors.Is(err, unix.ENOMEM) && time.Now().Before(end); time.Sleep(time.Millisecond) {
+			err = m.Put(key, value) // memory for all CPUs comes in portions, a moment after it is needed
+		}
+		if errors.Is(err, unix.E2BIG) {
 			return
+		}
+		if err != nil {
+			t.Fatal(err)
 		}
 	}
 }
