@@ -514,8 +514,8 @@ func (e *Enroller) Unenroll(ctx context.Context, uid string) error {
 	return nil
 }
 
-// remove undoes apply. When it fails the pod is still there, captured, for another try; but when its file alone cannot be removed, it
-// is out.
+// remove undoes apply. When it fails the pod is still there, captured, for another try; but when its file alone cannot be
+// removed, it is out.
 func (e *Enroller) remove(ctx context.Context, p *pod) error {
 	// If its file stays, the next agent enrols it again.
 	if err := unix.Access(e.StateDir, unix.W_OK); err != nil {

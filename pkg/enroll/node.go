@@ -10,8 +10,8 @@ import (
 // RepairNode is the kind of repairs of what all pods share: programs on the cgroup, and pins.
 const RepairNode Repair = "node"
 
-// KeepNode looks after what all pods share until ctx is done: what somebody has detached or unpinned is put back within seconds.
-// A failure is logged when it is a new one; the next look tries again.
+// KeepNode looks after what all pods share until ctx is done: what somebody has detached or unpinned is put back within
+// seconds. A failure is logged when it is a new one; the next look tries again.
 func (e *Enroller) KeepNode(ctx context.Context) error {
 	ticker := time.NewTicker(reconcileEvery)
 	defer ticker.Stop()

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Try takes the lock for this process, which keeps it until it closes the file or ends. The error is unix.EWOULDBLOCK when another
-// has it.
+// Try takes the lock for this process, which keeps it until it closes the file or ends. The error is unix.EWOULDBLOCK when
+// another has it.
 func Try(f *os.File) error { return unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
 
 // Holder returns the pid of the process that has locked the file, from /proc/locks; 0 if there is none, or none that this

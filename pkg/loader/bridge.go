@@ -21,15 +21,15 @@ import (
 // Three maps are written by programs and read by others: while an upgrade replaces them, there are programs that use the old
 // map and programs that use the new one, and what one has written the other must find.
 //
-//	sockets    For as long as it takes, both the old and the new programs that leave notes are attached, so that a new socket has
-//	           its note in both maps; of older ones the notes are copied before anything reads the new map. Programs of pods
-//	           read neither.
-//	admitted   Flows of the old map are copied. Until all pods have new programs, another copy of the new sock_ops program, for which
-//	           there are no pods, so that it acts for the host alone, writes the old map.
+//	sockets    For as long as it takes, both the old and the new programs that leave notes are attached, so that a new
+//	           socket has its note in both maps; of older ones the notes are copied before anything reads the new map.
+//	           Programs of pods read neither.
+//	admitted   Flows of the old map are copied. Until all pods have new programs, another copy of the new sock_ops program,
+//	           for which there are no pods, so that it acts for the host alone, writes the old map.
 //	listeners  They are copied. One that is made before its pod has the new program is found by that.
 //
-// bridge holds what is attached for that. It is pinned, to outlive an agent that is killed; the next makes its own, and takes away
-// what it does not know.
+// bridge holds what is attached for that. It is pinned, to outlive an agent that is killed; the next makes its own, and takes
+// away what it does not know.
 type bridge struct {
 	links map[string]link.Link // by the paths of their pins
 	// copied are the flows of older maps that were put into the new one.
@@ -126,11 +126,11 @@ func (d *Datapath) eachPrevious(name string, do func(old *ebpf.Map) error) error
 // and copies the older notes.
 func (d *Datapath) bridgeSockets(notes *bridge) error {
 	for _, p := range nodePrograms {
-		switch p.attach {
-		case ebpf.AttachCGroupInetSockCreate, ebpf.AttachCGroupInet4Connect, ebpf.AttachCGroupInet6Connect:
-			if err := notes.attach(d.cgroup, filepath.Join(d.bpffs, linksDir), d.shared[p.program], p.attach); err != nil {
-				return err
-			}
+		if !p.notes {
+			continue
+		}
+		if err := notes.attach(d.cgroup, filepath.Join(d.bpffs, linksDir), d.shared[p.program], p.attach); err != nil {
+			return err
 		}
 	}
 	return d.eachPrevious(bpf.RedirectorMapSockets, func(old *ebpf.Map) error {
@@ -141,16 +141,11 @@ func (d *Datapath) bridgeSockets(notes *bridge) error {
 // bridgeAdmitted has flows that are admitted from now on written into older maps too.
 func (d *Datapath) bridgeAdmitted(spec *ebpf.CollectionSpec) error {
 	return d.eachPrevious(bpf.RedirectorMapAdmitted, func(old *ebpf.Map) error {
+		// Without replacements for the maps of pods, the program gets its own, which are empty.
 		replace := d.byName()
 		replace[bpf.RedirectorMapAdmitted] = old
-		for _, name := range []string{bpf.RedirectorMapPods, bpf.RedirectorMapCounters} {
-			empty, err := ebpf.NewMap(spec.Maps[name])
-			if err != nil {
-				return fmt.Errorf("create: %w", err)
-			}
-			defer empty.Close()
-			replace[name] = empty
-		}
+		delete(replace, bpf.RedirectorMapPods)
+		delete(replace, bpf.RedirectorMapCounters)
 		only := spec.Copy()
 		admitted := only.Maps[bpf.RedirectorMapAdmitted]
 		admitted.KeySize, admitted.ValueSize, admitted.MaxEntries = old.KeySize(), old.ValueSize(), old.MaxEntries()
@@ -290,7 +285,7 @@ func toStack(ins asm.Instructions, from, to uint32) (asm.Instructions, int32) {
 }
 
 // iterate runs a program on every entry of a map; kind is the iterator's name in the kernel.
-func iterate(kind string, ins asm.Instructions, m *ebpf.Map) error {
+func iterate(kind string, ins asm.Instructions, m *ebpf.Map) (err error) {
 	ins = append(ins, asm.Mov.Imm(asm.R0, 0).WithSymbol(done), asm.Return())
 	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 		Name: "redir_copy", Type: ebpf.Tracing, AttachType: ebpf.AttachTraceIter, AttachTo: kind, License: "Dual BSD/GPL", Instructions: ins,
@@ -303,7 +298,7 @@ func iterate(kind string, ins asm.Instructions, m *ebpf.Map) error {
 	if err != nil {
 		return fmt.Errorf("iterate over a map: %w", err)
 	}
-	defer l.Close()
+	defer func() { err = errors.Join(err, l.Close()) }()
 	run, err := l.Open()
 	if err != nil {
 		return fmt.Errorf("iterate over a map: %w", err)

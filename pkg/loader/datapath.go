@@ -193,8 +193,8 @@ func (d *Datapath) openMaps(spec *ebpf.CollectionSpec) error {
 	return nil
 }
 
-// openPinned opens those of the maps that the dataplane has. One whose pin somebody has removed is found by the programs that use
-// it. If all are missing, that is fs.ErrNotExist.
+// openPinned opens those of the maps that the dataplane has. One whose pin somebody has removed is found by the programs that
+// use it. If all are missing, that is fs.ErrNotExist.
 func (d *Datapath) openPinned(spec *ebpf.CollectionSpec) (map[string]*ebpf.Map, error) {
 	pinned := map[string]*ebpf.Map{}
 	var missing []string
@@ -283,8 +283,8 @@ func closeAll(all map[string]*ebpf.Map) {
 }
 
 // adopt opens the maps that are there, replaces those that this version lays out in another way, and puts this version's
-// programs in the place of the old ones. Until all that can fail for reasons of layout or of the programs is done, nothing that works
-// is touched. Killed at any point, it is done again by the next agent.
+// programs in the place of the old ones. Until all that can fail for reasons of layout or of the programs is done, nothing that
+// works is touched. Killed at any point, it is done again by the next agent.
 func (d *Datapath) adopt(spec *ebpf.CollectionSpec, mine Layout) (err error) {
 	if d.lock, err = lockDir(d.bpffs); err != nil {
 		return err
@@ -474,13 +474,14 @@ var nodePrograms = []struct {
 	pin     string
 	program string
 	attach  ebpf.AttachType
+	// notes says that it leaves notes with sockets for others to read. What reads them comes first: see putToWork.
+	notes bool
 }{
-	// What reads the notes that others leave with sockets comes first: see putToWork.
-	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps},
-	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate},
-	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt},
-	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect},
-	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect},
+	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps, false},
+	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate, true},
+	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt, false},
+	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect, true},
+	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect, true},
 }
 
 // load loads the programs that all pods share, and prepares those that each pod gets a copy of.
@@ -508,8 +509,8 @@ var tailCalls = []struct {
 
 // putToWork puts the programs that all pods share where they act, in the place of those that may be there. The order is what
 // keeps everything found: first the new programs leave notes with sockets, beside the old ones; then the program is replaced
-// that reads these notes and admits flows; then what old programs have written is copied; then the seal is replaced, which reads all that; and
-// last the old programs that leave notes.
+// that reads these notes and admits flows; then what old programs have written is copied; then the seal is replaced, which
+// reads all that; and last the old programs that leave notes.
 func (d *Datapath) putToWork(spec *ebpf.CollectionSpec, links string) (err error) {
 	listeners := func() error {
 		return d.eachPrevious(bpf.RedirectorMapListeners, func(old *ebpf.Map) error {

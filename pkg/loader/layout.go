@@ -139,7 +139,7 @@ func sameLayout(spec *ebpf.MapSpec, pinned *ebpf.Map) (bool, error) {
 }
 
 // typesOf returns the types of a map's keys and values, nil if the kernel knows none.
-func typesOf(m *ebpf.Map) (*btf.Spec, error) {
+func typesOf(m *ebpf.Map) (types *btf.Spec, err error) {
 	handle, err := m.Handle()
 	if errors.Is(err, ebpf.ErrNotSupported) {
 		return nil, nil
@@ -147,9 +147,8 @@ func typesOf(m *ebpf.Map) (*btf.Spec, error) {
 	if err != nil {
 		return nil, fmt.Errorf("look at its types: %w", err)
 	}
-	defer handle.Close()
-	types, err := handle.Spec(nil)
-	if err != nil {
+	defer func() { err = errors.Join(err, handle.Close()) }()
+	if types, err = handle.Spec(nil); err != nil {
 		return nil, fmt.Errorf("look at its types: %w", err)
 	}
 	return types, nil

@@ -29,8 +29,8 @@ const (
 )
 
 // carryOver makes a map as the spec says and puts in what the old one has: fields that only one of them knows are left out,
-// or zero. Counters begin at zero, and are added up by addCounters when nothing counts in the old map any more. The other maps that
-// programs write begin empty, see bridge, and so do the tail calls, which are the loader's to put in.
+// or zero. Counters begin at zero, and are added up by addCounters when nothing counts in the old map any more. The other maps
+// that programs write begin empty, see bridge, and so do the tail calls, which are the loader's to put in.
 func carryOver(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error) {
 	m, err := ebpf.NewMap(spec)
 	if err != nil {
@@ -45,9 +45,9 @@ func carryOver(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error) {
 func copyEntries(to, from *ebpf.Map) error {
 	var zero any
 	switch from.Type() {
-	case ebpf.Hash, ebpf.Array:
 	default:
 		return nil
+	case ebpf.Hash, ebpf.Array:
 	case ebpf.PerCPUHash:
 		cpus, err := ebpf.PossibleCPU()
 		if err != nil {
@@ -153,8 +153,8 @@ func (d *Datapath) Settle(all bool) error {
 }
 
 // addCounters moves the counts of one per-CPU map to another, where the same entries are. No count is lost or doubled,
-// whoever counts meanwhile and whenever this process is killed: a program does it on each CPU, one counter at a time. Counts of CPUs
-// that are offline stay behind. Needs kernel 5.12 (atomic exchange).
+// whoever counts meanwhile and whenever this process is killed: a program does it on each CPU, one counter at a time. Counts
+// of CPUs that are offline stay behind. Needs kernel 5.12 (atomic exchange).
 func addCounters(to, from *ebpf.Map) error {
 	words := int(max(to.KeySize(), from.KeySize())+7) / 8
 	prog, err := counterMover(to, from, words)
@@ -210,8 +210,8 @@ func onEachCPU(do func() error) (err error) {
 	return nil
 }
 
-// counterMover makes a program that takes all counters of one entry, whose key of so many words is its context, out of one map and adds
-// them to the same entry of another, on the CPU that it runs on.
+// counterMover makes a program that takes all counters of one entry, whose key of so many words is its context, out of one map
+// and adds them to the same entry of another, on the CPU that it runs on.
 func counterMover(to, from *ebpf.Map, words int) (*ebpf.Program, error) {
 	const out = "out"
 	key := int16(-8 * words)

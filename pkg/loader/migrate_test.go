@@ -120,7 +120,7 @@ func TestListenersAreCopied(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer file.Close()
+		t.Cleanup(func() { _ = file.Close() })
 		fds[i] = uint64(file.Fd())
 		if sockets[i], err = unix.GetsockoptUint64(int(file.Fd()), unix.SOL_SOCKET, unix.SO_COOKIE); err != nil {
 			t.Fatal(err)
@@ -169,7 +169,7 @@ func TestNotesOfSocketsAreCopied(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer unix.Close(fd)
+		t.Cleanup(func() { _ = unix.Close(fd) })
 		fds = append(fds, int32(fd))
 	}
 	put := func(m *ebpf.Map, fd int32, target uint64) {
@@ -241,9 +241,13 @@ func TestWhichLayoutsFit(t *testing.T) {
 	layout := func(fields ...btf.Member) *btf.Struct {
 		s := &btf.Struct{Name: "s"}
 		for _, f := range fields {
+			size, err := btf.Sizeof(f.Type)
+			if err != nil {
+				t.Fatal(err)
+			}
 			f.Offset = btf.Bits(s.Size * 8)
 			s.Members = append(s.Members, f)
-			s.Size += uint32(f.Type.(*btf.Int).Size)
+			s.Size += uint32(size)
 		}
 		return s
 	}

@@ -62,16 +62,24 @@ func TestWhatIsNotedOfAPodGetsLost(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	unreadable := []string{"cannot read", "uid-pod.json", "its name is lost"}
 	for name, c := range map[string]loss{
-		"nothing":   {func(*testing.T, *node, string) {}, nil},
-		"the file":  {remove, []string{"its name is lost", "uid-pod"}},
-		"all files": {func(t *testing.T, n *node, _ string) { _ = os.RemoveAll(filepath.Join(n.RunDir, "pods")) }, []string{"its name is lost"}},
-		"its end":   {write(func(s string) string { return s[:len(s)/2] }), []string{"cannot read", "uid-pod.json", "its name is lost"}},
-		"its text":  {write(func(string) string { return "" }), []string{"cannot read", "uid-pod.json", "its name is lost"}},
-		"its sense": {write(func(string) string { return `["something", "else"]` }), []string{"cannot read", "uid-pod.json", "its name is lost"}},
+		"nothing":  {func(*testing.T, *node, string) {}, nil},
+		"the file": {remove, []string{"its name is lost", "uid-pod"}},
+		"all files": {
+			func(t *testing.T, n *node, _ string) {
+				if err := os.RemoveAll(filepath.Join(n.RunDir, "pods")); err != nil {
+					t.Fatal(err)
+				}
+			},
+			[]string{"its name is lost", "uid-pod"},
+		},
+		"its end":   {write(func(s string) string { return s[:len(s)/2] }), unreadable},
+		"its text":  {write(func(string) string { return "" }), unreadable},
+		"its sense": {write(func(string) string { return `["something", "else"]` }), unreadable},
 		"its place": {
 			write(func(s string) string { return strings.Replace(s, "uid-pod", "uid-other", 1) }),
-			[]string{"cannot read", "uid-pod.json", "uid-other", "its name is lost"},
+			append([]string{"uid-other"}, unreadable...),
 		},
 		"to a directory": {
 			func(t *testing.T, n *node, file string) {
@@ -80,7 +88,7 @@ func TestWhatIsNotedOfAPodGetsLost(t *testing.T) {
 					t.Fatal(err)
 				}
 			},
-			[]string{"cannot read", "uid-pod.json", "its name is lost"},
+			unreadable,
 		},
 		"the path of its namespace": {
 			func(t *testing.T, n *node, _ string) {

@@ -103,7 +103,7 @@ func TestTroubleIsNamedAndLeavesNothing(t *testing.T) {
 			if after := tree(t, n.BPFFS); after != pins {
 				t.Errorf("pins are not as they were: %s", cmp.Diff(pins, after))
 			}
-			if left, err := filepath.Glob(filepath.Join(n.RunDir, "pods", "*pod*")); len(left) > 1 || err != nil || (len(left) == 1 && !strings.Contains(left[0], "old")) {
+			if left, err := filepath.Glob(filepath.Join(n.RunDir, "pods", "*uid-pod*")); len(left) > 0 || err != nil {
 				t.Errorf("the run-dir has %v, %v", left, err)
 			}
 			if c.unenrol {

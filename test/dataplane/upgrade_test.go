@@ -53,12 +53,12 @@ type site struct {
 // longLived is how many connections stay.
 const longLived = 50
 
-// perSecond is how many connections are begun each second. An emulated processor is overrun by as many as a real one makes.
-var perSecond = func() time.Duration {
+// pause is that between new connections: 200 per second, or as many as do not overrun an emulated processor.
+var pause = func() time.Duration {
 	if os.Getenv("VMTEST_IN_VM") != "" {
-		return 20
+		return 50 * time.Millisecond
 	}
-	return 200
+	return 5 * time.Millisecond
 }()
 
 // newSite starts it all with an agent of that binary; "" stands for this one.
@@ -122,7 +122,7 @@ func (s *site) ways() (all []way) {
 
 func (s *site) connect() {
 	ways := s.ways()
-	ticker := time.NewTicker(time.Second / perSecond)
+	ticker := time.NewTicker(pause)
 	defer ticker.Stop()
 	for i := 0; ; i++ {
 		select {
@@ -284,7 +284,7 @@ func (s *site) wantLayout(version uint32) {
 		if err != nil {
 			s.t.Fatal(err)
 		}
-		defer m.Close()
+		s.t.Cleanup(func() { _ = m.Close() })
 		sizes[name] = m.ValueSize()
 		if name == "layout" {
 			var record bpf.RedirectorLayoutRecord

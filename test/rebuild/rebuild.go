@@ -26,8 +26,8 @@ type Edit struct {
 	Old, New string
 }
 
-// Grown is a version whose layout is one newer than this one's: structs have more fields, maps more room, and a program counts in a
-// new counter. It takes over this version's dataplane, and is taken over by this version.
+// Grown is a version whose layout is one newer than this one's: structs have more fields, maps more room, and a program counts
+// in a new counter. It takes over this version's dataplane, and is taken over by this version.
 func Grown() []Edit {
 	const header = "bpf/redirector.h"
 	edits := []Edit{
@@ -47,8 +47,8 @@ func Grown() []Edit {
 	return edits
 }
 
-// CrashVariable is the environment variable that says where an agent with Crashing's changes ends: at the point of package fault
-// with that name, or, with "#2" behind it, when that is passed for the second time.
+// CrashVariable is the environment variable that says where an agent with Crashing's changes ends: at the point of package
+// fault with that name, or, with "#2" behind it, when that is passed for the second time.
 const CrashVariable = "REDIRECTOR_CRASH_AT"
 
 // Crashing is this version, but for being able to end where CrashVariable says. The real one has nothing of that kind in it.

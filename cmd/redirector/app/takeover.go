@@ -59,8 +59,8 @@ func takeFrom[T any](ctx context.Context, log *slog.Logger, take func() (T, erro
 	}
 }
 
-// askToStop sends SIGTERM to the agent with that pid. Once it is held fast, it is looked whether it is the agent still: its number may
-// be another process's by then.
+// askToStop sends SIGTERM to the agent with that pid. Once the process is held fast, it is looked whether it is the agent
+// still: the number may be another process's by then.
 func askToStop[T any](pid int, take func() (T, error)) (T, error) {
 	var none T
 	fd, err := unix.PidfdOpen(pid, 0)
