@@ -24,6 +24,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
@@ -124,13 +125,17 @@ func (s *site) connect() {
 	ways := s.ways()
 	ticker := time.NewTicker(pause)
 	defer ticker.Stop()
+	// A machine that cannot make so many is not to drown in them.
+	underWay := make(chan struct{}, 50)
 	for i := 0; ; i++ {
 		select {
 		case <-s.stop:
 			return
 		case <-ticker.C:
 		}
+		underWay <- struct{}{}
 		s.group.Go(func() {
+			defer func() { <-underWay }()
 			way := ways[i%len(ways)]
 			err := way.try()
 			s.mu.Lock()
@@ -485,4 +490,31 @@ func mapIDs(t *testing.T, bpffs string) string {
 		t.Fatal(err)
 	}
 	return all.String()
+}
+
+// Pins that somebody removes are put back, and meanwhile no connection notices: the agent holds what they led to.
+func TestPinsAreRemovedUnderLoad(t *testing.T) {
+	s := newSite(t, "")
+	removed := uint64(0)
+	for _, dir := range []string{"links", "maps"} {
+		pins, err := filepath.Glob(filepath.Join(s.BPFFS, dir, "*"))
+		if err != nil || len(pins) == 0 {
+			t.Fatalf("the pins are %v, %v", pins, err)
+		}
+		for _, pin := range pins {
+			if err := os.Remove(pin); err != nil {
+				t.Fatal(err)
+			}
+			removed++
+		}
+	}
+	eventually(t, "all pins are there again", func() bool {
+		status, err := s.agent.client.Status(t.Context())
+		return err == nil && status.Repairs[enroll.RepairNode] == removed
+	})
+	s.still("with new pins")
+	s.restart(unix.SIGKILL, "")
+	s.still("with an agent that has found them")
+	s.verdict()
+	s.wantCounted()
 }
