@@ -50,7 +50,7 @@ static __always_inline int set_mark(struct bpf_sock_ops *ctx, __u32 old, __u32 m
  */
 static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie)
 {
-	char device[3] = "lo", none[1] = "";
+	char none[1] = "";
 	__u32 mark = sk->mark;
 	bool proxy = socket_is_proxys(sk);
 	union ip_addr src, dst;
@@ -60,23 +60,22 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 	connection_addrs(ctx, &src, &dst);
 
 	if (addr_is_own(cookie, &dst)) {
-		if (!proxy || addr_is_own(cookie, &src)) {
-			count(cookie, own_address);
-			return;
-		}
 		/*
 		 * The proxy speaks to the app as the client. The app's answers to that foreign address must come back
 		 * over lo: its accepted socket inherits this mark (tcp_fwmark_accept), and the rule sends it there.
 		 *
 		 * Bound to lo, the SYN takes the same rule instead of the local table, and so comes in with lo's index: by
 		 * that it is known to be from here. And by that its connection is kept apart from one of the client's own
-		 * that happens to have the same addresses and ports; see on_accepted.
+		 * that happens to have the same addresses and ports; see on_accepted. The cgroup program has seen to both.
 		 */
-		if (bind_to_device(ctx, device) || set_mark(ctx, mark, MARK_REPLY)) {
-			count(cookie, capture_failed);
-			return; /* the steer program takes it for a peer's */
-		}
-		count(cookie, proxy_to_app);
+		if (addr_is_own(cookie, &src))
+			count(cookie, own_address);
+		else if ((mark & MARK_MASK) == MARK_REPLY && sk->bound_dev_if == LOOPBACK_IFINDEX)
+			count(cookie, proxy_to_app);
+		else if (proxy)
+			count(cookie, capture_failed); /* the steer program takes it for a peer's */
+		else
+			count(cookie, own_address);
 		return;
 	}
 
