@@ -68,14 +68,12 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 		 * that it is known to be from here. And by that its connection is kept apart from one of the client's own
 		 * that happens to have the same addresses and ports; see on_accepted. The cgroup program has seen to both.
 		 */
-		if (addr_is_own(cookie, &src))
-			count(cookie, own_address);
-		else if ((mark & MARK_MASK) == MARK_REPLY && sk->bound_dev_if == LOOPBACK_IFINDEX)
+		if ((mark & MARK_MASK) == MARK_REPLY && sk->bound_dev_if == LOOPBACK_IFINDEX)
 			count(cookie, proxy_to_app);
-		else if (proxy)
-			count(cookie, capture_failed); /* the steer program takes it for a peer's */
-		else
+		else if (!proxy || addr_is_own(cookie, &src))
 			count(cookie, own_address);
+		else
+			count(cookie, capture_failed); /* the steer program takes it for a peer's */
 		return;
 	}
 

@@ -56,7 +56,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "mark: the proxy's connection to the app is not bound to lo", file: cgroup,
-			old: "if (!bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, device, sizeof(device)))", new: "", tests: "TestInbound$/IPv4/plain",
+			old: "if (!bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, device, sizeof(device)))", new: "if (device[0])", tests: "TestInbound$/IPv4/plain",
 		},
 		{
 			name: "mark: own IPv6 connections of the proxy are not prepared", file: cgroup,
