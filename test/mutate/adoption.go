@@ -42,7 +42,7 @@ func adoptionMutations() []mutation {
 		},
 		{
 			name: "adoption: older counts are added again and again", file: migrate,
-			old: "exchange := asm.Xchg.Mem(", new: "exchange := asm.LoadMem(asm.R1, asm.R7, int16(at), asm.DWord)\n\t\texchange = asm.FetchAdd.Mem(",
+			old: "exchange.Constant = int64(asm.Xchg) >> 8", new: "exchange.Constant = int64(asm.FetchAdd) >> 8",
 			tests: "TestCountersAreAddedUp", pkg: loaderTests,
 		},
 		{
