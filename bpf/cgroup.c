@@ -97,18 +97,46 @@ static __always_inline const struct node_config *host_config(struct bpf_sock_add
 	return is_host(bpf_get_netns_cookie(ctx)) ? config_read() : NULL;
 }
 
+/*
+ * The proxy speaks to the app of its pod as a client: bound to lo and with the mark that keeps the connection there; see
+ * on_connect in sock_ops.c. It has to be bound before the kernel chooses a port: only then does that see which ports other such
+ * connections have, and gives none of them away twice.
+ */
+static __always_inline void prepare_proxy(struct bpf_sock_addr *ctx, struct bpf_sock *sk, const union ip_addr *src,
+					  const union ip_addr *dst)
+{
+	__u64 cookie = bpf_get_netns_cookie(ctx);
+	char device[3] = "lo";
+	__u32 mark = sk->mark;
+
+	if (ctx->type != SOCK_STREAM || (mark & MARK_MASK) != MARK_PROXY || !pod_lookup(cookie) ||
+	    !socket_is_proxys(sk))
+		return;
+	if (!addr_is_own(cookie, dst) || addr_is_own(cookie, src))
+		return;
+	mark = (mark & ~MARK_MASK) | MARK_REPLY;
+	/* When either fails, on_connect counts it. */
+	if (!bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, device, sizeof(device)))
+		bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &mark, sizeof(mark));
+}
+
 /* redir_connect4: a probe of an enrolled pod gets the probe address as its source. */
 SEC("cgroup/connect4")
 int redir_connect4(struct bpf_sock_addr *ctx)
 {
 	const struct node_config *cfg = host_config(ctx);
 	struct sockaddr_in source = {.sin_family = AF_INET};
-	union ip_addr dst;
+	struct bpf_sock *sk = ctx->sk;
+	union ip_addr src, dst;
 	__u64 target;
 
+	addr_from_v4(&dst, ctx->user_ip4);
+	if (sk && sk->src_ip4) {
+		addr_from_v4(&src, sk->src_ip4);
+		prepare_proxy(ctx, sk, &src, &dst);
+	}
 	if (!cfg)
 		return 1;
-	addr_from_v4(&dst, ctx->user_ip4);
 	target = probe_target_of(ctx, cfg, &dst);
 	if (target && cfg->probe_identity == PROBE_IDENTITY_SNAT) {
 		__builtin_memcpy(&source.sin_addr, &cfg->probe_addr_v4[12], sizeof(source.sin_addr));
@@ -126,13 +154,22 @@ int redir_connect6(struct bpf_sock_addr *ctx)
 {
 	const struct node_config *cfg = host_config(ctx);
 	struct sockaddr_in6 source = {.sin6_family = AF_INET6};
-	union ip_addr dst;
+	struct bpf_sock *sk = ctx->sk;
+	union ip_addr src, dst;
 	bool mapped;
 	__u64 target;
 
+	addr_from_v6(&dst, ctx, user_ip6);
+	if (sk) {
+		src.words[0] = sk->src_ip6[0];
+		src.words[1] = sk->src_ip6[1];
+		src.words[2] = sk->src_ip6[2];
+		src.words[3] = sk->src_ip6[3];
+		if (src.words[0] | src.words[1] | src.words[2] | src.words[3])
+			prepare_proxy(ctx, sk, &src, &dst);
+	}
 	if (!cfg)
 		return 1;
-	addr_from_v6(&dst, ctx, user_ip6);
 	mapped = !dst.words[0] && !dst.words[1] && dst.words[2] == bpf_htonl(0xffff);
 	target = probe_target_of(ctx, cfg, &dst);
 	if (target && cfg->probe_identity == PROBE_IDENTITY_SNAT) {

@@ -305,6 +305,23 @@ struct {
 	__type(value, __u32);
 } tail_calls SEC(".maps");
 
+/*
+ * Which layout the pinned maps have, for an agent that takes them over. No program reads it. Whoever changes a map's key, value
+ * or capacity, or adds or removes a map, raises the version in pkg/loader/layout.go.
+ */
+struct layout_record {
+	__u32 version;    /* of the layout */
+	__u32 oldest;     /* agents of this layout and later ones may take over */
+	char release[56]; /* the agent that made it so, as `redirector version` names it; NUL-padded */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct layout_record);
+} layout SEC(".maps");
+
 /* Each CPU has its own copy, and a program is not moved between CPUs: a plain addition loses nothing. */
 #define count(cookie, what)                                                                                            \
 	do {                                                                                                           \

@@ -52,6 +52,13 @@ type RedirectorFlowKey struct {
 	Dport       uint32
 }
 
+type RedirectorLayoutRecord struct {
+	_       structs.HostLayout
+	Version uint32
+	Oldest  uint32
+	Release [56]int8
+}
+
 type RedirectorListenerKey struct {
 	_           structs.HostLayout
 	NetnsCookie uint64
@@ -181,6 +188,7 @@ const (
 	RedirectorMapCgroups          = "cgroups"
 	RedirectorMapConfig           = "config"
 	RedirectorMapCounters         = "counters"
+	RedirectorMapLayout           = "layout"
 	RedirectorMapListeners        = "listeners"
 	RedirectorMapOwnAddrs         = "own_addrs"
 	RedirectorMapPods             = "pods"
@@ -257,6 +265,7 @@ type RedirectorMapSpecs struct {
 	Cgroups      *ebpf.MapSpec `ebpf:"cgroups"`
 	Config       *ebpf.MapSpec `ebpf:"config"`
 	Counters     *ebpf.MapSpec `ebpf:"counters"`
+	Layout       *ebpf.MapSpec `ebpf:"layout"`
 	Listeners    *ebpf.MapSpec `ebpf:"listeners"`
 	OwnAddrs     *ebpf.MapSpec `ebpf:"own_addrs"`
 	Pods         *ebpf.MapSpec `ebpf:"pods"`
@@ -295,6 +304,7 @@ type RedirectorMaps struct {
 	Cgroups      *ebpf.Map `ebpf:"cgroups"`
 	Config       *ebpf.Map `ebpf:"config"`
 	Counters     *ebpf.Map `ebpf:"counters"`
+	Layout       *ebpf.Map `ebpf:"layout"`
 	Listeners    *ebpf.Map `ebpf:"listeners"`
 	OwnAddrs     *ebpf.Map `ebpf:"own_addrs"`
 	Pods         *ebpf.Map `ebpf:"pods"`
@@ -309,6 +319,7 @@ func (m *RedirectorMaps) Close() error {
 		m.Cgroups,
 		m.Config,
 		m.Counters,
+		m.Layout,
 		m.Listeners,
 		m.OwnAddrs,
 		m.Pods,

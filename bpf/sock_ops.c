@@ -50,19 +50,31 @@ static __always_inline bool addr_is_v6_loopback(const union ip_addr *a)
 	return !a->words[0] && !a->words[1] && !a->words[2] && a->words[3] == bpf_htonl(1);
 }
 
+/* Admits a flow until the connection closes. */
+static __always_inline int admit(struct bpf_sock_ops *ctx, const struct flow_key *flow, enum admitted_by by)
+{
+	/* With room for what a later version's values have: pkg/loader lets this program write into such a map, too. */
+	struct {
+		struct admission admission;
+		__u32 later[7];
+	} value = {.admission.by = by};
+	int err = bpf_map_update_elem(&admitted, flow, &value, BPF_ANY);
+
+	if (!err)
+		bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
+	return err;
+}
+
 /* Admits a connection of the pod's with itself until it closes. Of IPv4 the stack knows that it is not from outside. */
 static __always_inline void admit_own(struct bpf_sock_ops *ctx, __u64 cookie, const union ip_addr *dst)
 {
-	struct admission admission = {.by = ADMITTED_BY_POD};
 	struct flow_key flow;
 
 	if (ctx->family != AF_INET6 || addr_is_v6_loopback(dst))
 		return;
 	connection_flow(ctx, cookie, &flow);
-	if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))
+	if (admit(ctx, &flow, ADMITTED_BY_POD))
 		count(cookie, capture_failed);
-	else
-		bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
 }
 
 /*
@@ -72,7 +84,7 @@ static __always_inline void admit_own(struct bpf_sock_ops *ctx, __u64 cookie, co
 static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u64 cookie,
 				       const struct pod *pod)
 {
-	char device[3] = "lo", none[1] = "", outward[16];
+	char none[1] = "", outward[16];
 	__u32 mark = sk->mark;
 	bool proxy = socket_is_proxys(sk);
 	union ip_addr src, dst;
@@ -82,24 +94,22 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 	connection_addrs(ctx, &src, &dst);
 
 	if (addr_is_own(cookie, &dst)) {
-		if (!proxy || addr_is_own(cookie, &src)) {
-			admit_own(ctx, cookie, &dst);
-			count(cookie, own_address);
-			return;
-		}
 		/*
 		 * The proxy speaks to the app as the client. The app's answers to that foreign address must come back
 		 * over lo: its accepted socket inherits this mark (tcp_fwmark_accept), and the rule sends it there.
 		 *
 		 * Bound to lo, the SYN takes the same rule instead of the local table, and so comes in with lo's index: by
 		 * that it is known to be from here. And by that its connection is kept apart from one of the client's own
-		 * that happens to have the same addresses and ports; see on_accepted.
+		 * that happens to have the same addresses and ports; see on_accepted. The cgroup program has seen to both.
 		 */
-		if (bind_to_device(ctx, device) || set_mark(ctx, mark, MARK_REPLY)) {
-			count(cookie, capture_failed);
-			return; /* the steer program takes it for a peer's */
+		if ((mark & MARK_MASK) == MARK_REPLY && sk->bound_dev_if == LOOPBACK_IFINDEX) {
+			count(cookie, proxy_to_app);
+		} else if (!proxy || addr_is_own(cookie, &src)) {
+			admit_own(ctx, cookie, &dst);
+			count(cookie, own_address);
+		} else {
+			count(cookie, capture_failed); /* the steer program takes it for a peer's */
 		}
-		count(cookie, proxy_to_app);
 		return;
 	}
 
@@ -132,7 +142,6 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 static __always_inline void on_host_connect(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
 {
 	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
-	struct admission admission = {.by = ADMITTED_BY_PROBE};
 	struct probe_target_key key;
 	struct probe_target *target;
 	struct flow_key flow;
@@ -144,10 +153,8 @@ static __always_inline void on_host_connect(struct bpf_sock_ops *ctx, struct bpf
 	target = bpf_map_lookup_elem(&probe_targets, &key);
 	if (!target || target->netns_cookie != verdict->probe_target)
 		return;
-	if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY))
-		return;
-	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
-	count(flow.netns_cookie, probes_admitted);
+	if (!admit(ctx, &flow, ADMITTED_BY_PROBE))
+		count(flow.netns_cookie, probes_admitted);
 }
 
 /* A connection that was admitted when it was made ends: its flow is admitted no more. */

@@ -17,7 +17,9 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
@@ -238,9 +240,14 @@ func (e *Enroller) leave(p *pod) {
 // apply makes everything so for the pod. On failure, what it has added is gone again.
 func (e *Enroller) apply(p *pod) (err error) {
 	var undos undoList
+	var n *podNet
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, undos.run())
+		}
+		// Not before: a closed netlink handle acts on the namespace of whoever calls, which is the host's.
+		if n != nil {
+			n.close()
 		}
 	}()
 	step := func(name string, do func() (func() error, error)) {
@@ -252,6 +259,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		undo, err = do()
 		undos.add(undo)
 		e.Observe(name, time.Since(start))
+		fault.Point("enrol: " + name)
 	}
 
 	// Loading takes long enough to be done beside all the rest.
@@ -275,7 +283,6 @@ func (e *Enroller) apply(p *pod) (err error) {
 		p.watch, err = e.startWatch(p)
 		return func() error { p.stopWatch(); return nil }, err
 	})
-	var n *podNet
 	step("open", func() (func() error, error) {
 		n, err = openPodNet(p.ns)
 		return nil, err
@@ -283,7 +290,6 @@ func (e *Enroller) apply(p *pod) (err error) {
 	if err != nil {
 		return err
 	}
-	defer n.close()
 
 	known, errKnown := e.Datapath.Maps().Pod(p.ns.Cookie())
 	enrolled := errKnown == nil
@@ -512,21 +518,29 @@ func (e *Enroller) Unenroll(ctx context.Context, uid string) error {
 	return nil
 }
 
-// remove undoes apply. When it fails the pod is still there, captured, for another try.
+// remove undoes apply. When it fails the pod is still there, captured, for another try; but when its file alone cannot be
+// removed, it is out.
 func (e *Enroller) remove(ctx context.Context, p *pod) error {
+	// If its file stays, the next agent enrols it again.
+	if err := unix.Access(e.StateDir, unix.W_OK); err != nil {
+		return fmt.Errorf("forget the pod: %s: %w: make it writable", e.StateDir, err)
+	}
 	if err := e.Proxies.Remove(ctx, p.uid); err != nil {
 		// They have been told, and hear it again when they connect: no reason to keep the pod.
 		e.Log.Warn("a proxy has not confirmed that it left the pod", "pod", p.spec.String(), "uid", p.uid, "error", err)
 	}
+	fault.Point("unenrol: proxies told")
 	p.stopWatch()
 	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed}, p.before); err != nil {
 		return err
 	}
-	if err := e.removeState(p.uid); err != nil {
-		return err
+	err := e.removeState(p.uid)
+	if err != nil {
+		err = fmt.Errorf("it is out, but would be enrolled again by the next agent: %w: remove that file", err)
 	}
+	fault.Point("unenrol: state file removed")
 	e.leave(p)
-	err := p.ns.Close()
+	err = errors.Join(err, p.ns.Close())
 	p.ns, p.ownAddrs, p.probed = nil, nil, nil
 	return err
 }
@@ -544,13 +558,16 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	if err := m.DeletePod(cookie); err != nil {
 		return err
 	}
+	fault.Point("unenrol: capture off")
 	err = e.Datapath.DetachSteer(uid)
+	fault.Point("unenrol: steer detached")
 	if ns != nil {
 		if enrolled {
 			was.Restore = known.Restore
 		}
 		err = errors.Join(err, strip(ns, was))
 	}
+	fault.Point("unenrol: namespace restored")
 	if err != nil {
 		if enrolled {
 			err = errors.Join(err, m.PutPod(cookie, known))
@@ -564,6 +581,7 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	for addr := range left.probed {
 		errs = append(errs, m.DeleteProbeTarget(addr, uid))
 	}
+	fault.Point("unenrol: map entries removed")
 	return errors.Join(errs...)
 }
 

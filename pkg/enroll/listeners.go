@@ -8,7 +8,6 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/takeover"
-	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
 
 // takeOverListeners sees to pods for which a proxy says that it runs, and of whose listeners none is known: they were made
@@ -26,10 +25,8 @@ func (e *Enroller) takeOverListeners() (missed []string) {
 	if len(missing) == 0 {
 		return nil
 	}
+	// Also in those of a proxy that is not ready yet: it may say of a pod, which it has had all the time, that it runs.
 	for _, proxy := range slices.Backward(e.Proxies.Status()) {
-		if proxy.State != zds.StateReady {
-			continue
-		}
 		found, err := takeover.Listeners(e.Datapath.Maps(), int(proxy.PID), missing)
 		if err != nil {
 			e.Log.Warn("cannot look for listeners that the node proxy had before", "pid", proxy.PID, "error", err)

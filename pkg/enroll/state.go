@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/renameio/v2"
@@ -99,6 +100,9 @@ func readStates(dir string) (saved map[string]savedPod, unread []error, err erro
 	boot := bootID()
 	for _, file := range files {
 		s, err := readState(file)
+		if name := filepath.Base(file); err == nil && name != s.UID+stateSuffix {
+			err = fmt.Errorf("it is about the pod with UID %s, which has a file of its own: remove it", s.UID)
+		}
 		if err != nil {
 			unread = append(unread, fmt.Errorf("%s: %w", file, err))
 		} else if s.BootID == boot {
@@ -144,6 +148,7 @@ func (e *Enroller) Restore(ctx context.Context) error {
 
 	var group errgroup.Group
 	group.SetLimit(restoreWorkers)
+	var failed atomic.Bool
 	for cookie, entry := range inKernel {
 		s, known := saved[entry.UID]
 		if known && s.NetNSCookie == cookie {
@@ -153,31 +158,41 @@ func (e *Enroller) Restore(ctx context.Context) error {
 		}
 		group.Go(func() error {
 			if err := e.restore(ctx, cookie, entry, s, left(cookie, entry.UID)); err != nil {
+				failed.Store(true)
 				e.Log.Error("cannot take over an enrolled pod: it stays as it is",
 					"uid", entry.UID, "netns_inode", entry.NetNSInode, "error", err)
 			}
 			return nil
 		})
 	}
-	// The kernel does not know these: the pins were removed by hand, or the namespace has changed.
+	// The kernel does not know these: the pins were removed by hand, or the last agent was killed on its way in or out.
 	for uid, s := range saved {
 		group.Go(func() error {
-			ns, err := podns.Open(s.NetNS)
-			if err == nil && ns.Cookie() == s.NetNSCookie {
-				err = e.captureIn(ns, s.Spec, leftovers{}, s.Since)
-			} else {
-				if err == nil {
-					err = ns.Close()
-				}
-				err = errors.Join(err, e.removeState(uid))
-			}
-			if err != nil {
+			if err := e.restoreSaved(s, left(s.NetNSCookie, uid)); err != nil {
 				e.Log.Warn("cannot enrol a pod again: enroll it by hand if it still runs", "pod", s.String(), "uid", uid, "error", err)
 			}
 			return nil
 		})
 	}
-	return group.Wait()
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	return e.Datapath.Settle(!failed.Load())
+}
+
+// restoreSaved enrols a pod that only its file knows, or forgets it when its network namespace is gone.
+func (e *Enroller) restoreSaved(s savedPod, left leftovers) error {
+	left.captured = false
+	ns, err := findNetNS(s.NetNS, s.NetNSInode, s.NetNSCookie)
+	if errors.Is(err, podns.ErrGone) {
+		e.Log.Info("forget a pod whose network namespace is gone", "uid", s.UID, "pod", s.String())
+		return errors.Join(e.clear(s.UID, s.NetNSCookie, nil, left, s.Before), e.removeState(s.UID))
+	}
+	if err != nil {
+		return err
+	}
+	s.NetNS = ns.Path()
+	return e.captureIn(ns, s.Spec, left, s.Since)
 }
 
 // restore takes over one pod that the kernel knows. s is what its file says, or empty.
@@ -192,10 +207,28 @@ func (e *Enroller) restore(ctx context.Context, cookie uint64, entry maps.Pod, s
 	}
 	if s.UID == "" {
 		e.Log.Warn("a pod is captured, but its name is lost: enroll it again, or unenroll it", "uid", entry.UID, "netns", ns.Path())
-		return errors.Join(e.Proxies.Set(zds.Pod{UID: entry.UID}), ns.Close())
+		return errors.Join(e.renewPrograms(ns, entry.UID), e.Proxies.Set(zds.Pod{UID: entry.UID}), ns.Close())
 	}
 	s.NetNS = ns.Path()
 	return e.captureIn(ns, s.Spec, left, s.Since)
+}
+
+// renewPrograms gives a captured pod this version's programs, and nothing else.
+func (e *Enroller) renewPrograms(ns *podns.NetNS, uid string) error {
+	n, err := openPodNet(ns)
+	if err != nil {
+		return err
+	}
+	defer n.close()
+	if _, err := e.applySeals(&pod{uid: uid, ns: ns}, n, true); err != nil {
+		return err
+	}
+	prog, err := e.Datapath.LoadSteer(ns)
+	if err != nil {
+		return err
+	}
+	defer prog.Close()
+	return e.Datapath.AttachSteer(ns, uid, prog)
 }
 
 // leftovers reads what the maps have of all pods.

@@ -14,6 +14,7 @@ import (
 	netlinkconn "github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
 
@@ -198,6 +199,7 @@ func (e *Enroller) applyInterface(p *pod, n *podNet) error {
 func (e *Enroller) repaired(p *pod, kind Repair) {
 	e.Log.Warn("something was missing in a pod's network namespace, and is there again",
 		"what", string(kind), "pod", p.spec.String(), "uid", p.uid, "netns", p.ns.Path())
+	fault.Point("reconcile: " + string(kind))
 	e.mu.Lock()
 	e.repairs[kind]++
 	e.mu.Unlock()

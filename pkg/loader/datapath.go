@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
+	"sync"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -15,6 +17,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/pkg/cgroups"
+	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
 
@@ -26,6 +29,9 @@ const (
 	steerLink = "steer"
 )
 
+// madeDirs are those that a dataplane has from its beginning.
+var madeDirs = []string{mapsDir, linksDir, podsDir}
+
 // unfinished is added to the name of the BPFFS directory while it is being filled.
 const unfinished = "-unfinished"
 
@@ -35,22 +41,34 @@ type Options struct {
 	BPFFS string
 	// Cgroup is the cgroup2 directory whose processes are looked at: the root, on a node.
 	Cgroup string
+	// Release names this version of redirector to later ones.
+	Release string
 }
 
 // Datapath is the dataplane in the kernel, opened for use by one process at a time. What it holds stays in the kernel after
 // Close.
 type Datapath struct {
 	bpffs   string
+	cgroup  string
 	lock    *os.File
 	maps    *maps.Maps
 	steer   *template
 	seal    *template
 	adopted bool
+
+	// What Heal puts back when it is gone. mu is held by it.
+	mu     sync.Mutex
+	links  map[string]link.Link
+	shared map[string]*ebpf.Program
+
+	// bridge is there between Open and Settle, after a map has been replaced that programs write.
+	bridge bridge
 }
 
-// Open makes the dataplane, or takes over the one that an earlier process has left: its maps are kept and its programs are
-// replaced in place. Making it is all or nothing. Errors name what is missing: a directory, a kernel feature
-// (*FeatureError), or the lock that another process holds.
+// Open makes the dataplane, or takes over the one that an earlier process has left: programs are replaced in place, and so are
+// maps that this version lays out in another way, with their entries. Making it is all or nothing. Errors name what is
+// missing: a directory, a kernel feature (*FeatureError), or the lock that another process holds (*InUseError). A dataplane of
+// another version that cannot be taken over is left as it is (*LayoutError). When the pods are taken over, call Settle.
 func Open(opts Options) (*Datapath, error) {
 	if err := CheckFeatures(); err != nil {
 		return nil, err
@@ -66,14 +84,15 @@ func Open(opts Options) (*Datapath, error) {
 		return nil, err
 	}
 
-	d := &Datapath{bpffs: opts.BPFFS}
+	d := &Datapath{bpffs: opts.BPFFS, cgroup: opts.Cgroup, links: map[string]link.Link{}}
+	mine := Layout{Version: layoutVersion, Oldest: layoutOldest, Release: opts.Release}
 	_, err = os.Stat(filepath.Join(opts.BPFFS, mapsDir))
 	switch {
 	case err == nil:
-		err = d.adopt(spec, opts.Cgroup)
 		d.adopted = true
+		err = d.adopt(spec, mine)
 	case errors.Is(err, fs.ErrNotExist):
-		err = d.create(spec, opts.Cgroup)
+		err = d.create(spec, mine)
 	}
 	if err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -82,7 +101,7 @@ func Open(opts Options) (*Datapath, error) {
 }
 
 // create builds everything in a directory beside the final one, which one rename then makes visible.
-func (d *Datapath) create(spec *ebpf.CollectionSpec, cgroup string) (err error) {
+func (d *Datapath) create(spec *ebpf.CollectionSpec, mine Layout) (err error) {
 	// A leftover of a process that was killed half way is not locked, and is removed.
 	fresh := d.bpffs + unfinished
 	if err := os.Mkdir(fresh, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -96,10 +115,12 @@ func (d *Datapath) create(spec *ebpf.CollectionSpec, cgroup string) (err error) 
 			err = errors.Join(err, os.RemoveAll(fresh))
 		}
 	}()
-	for _, dir := range []string{mapsDir, linksDir, podsDir} {
+	for _, dir := range append([]string{nextDir, previousDir}, madeDirs...) {
 		if err := os.RemoveAll(filepath.Join(fresh, dir)); err != nil {
 			return fmt.Errorf("remove what an interrupted start left: %w", err)
 		}
+	}
+	for _, dir := range madeDirs {
 		if err := os.Mkdir(filepath.Join(fresh, dir), 0o700); err != nil {
 			return fmt.Errorf("make a directory for pins: %w", err)
 		}
@@ -114,12 +135,21 @@ func (d *Datapath) create(spec *ebpf.CollectionSpec, cgroup string) (err error) 
 			return fmt.Errorf("pin map %s: %w", name, err)
 		}
 	}
-	if err := d.load(spec, cgroup, filepath.Join(fresh, linksDir)); err != nil {
+	fault.Point("create: maps pinned")
+	if err := d.load(spec); err != nil {
 		return err
 	}
+	if err := writeLayout(d.maps.Layout, mine); err != nil {
+		return err
+	}
+	if err := d.putToWork(spec, filepath.Join(fresh, linksDir)); err != nil {
+		return err
+	}
+	fault.Point("create: programs attached")
 	if err := os.Rename(fresh, d.bpffs); err != nil {
 		return fmt.Errorf("put the pins in place (remove %s if it is not ours): %w", d.bpffs, err)
 	}
+	fault.Point("create: pins in place")
 	return nil
 }
 
@@ -143,20 +173,16 @@ func OpenMaps(bpffs string) (*Datapath, error) {
 	return d, nil
 }
 
-// openMaps opens the pinned maps.
-func (d *Datapath) openMaps(spec *ebpf.CollectionSpec) (err error) {
-	pinned := map[string]*ebpf.Map{}
-	defer func() {
-		for _, m := range pinned { // those in d are duplicates
-			err = errors.Join(err, m.Close())
-		}
-	}()
-	for name, m := range spec.Maps {
-		if pinned[name], err = ebpf.LoadPinnedMap(filepath.Join(d.bpffs, mapsDir, name), nil); err != nil {
-			delete(pinned, name)
-			return fmt.Errorf("open pinned map %s: %w", name, err)
-		}
-		if err := m.Compatible(pinned[name]); err != nil {
+// openMaps opens the pinned maps, which must have this version's layout. One that is not there, for it is of a later version
+// than the dataplane, is made, to be empty.
+func (d *Datapath) openMaps(spec *ebpf.CollectionSpec) error {
+	pinned, err := d.openPinned(spec)
+	defer func() { closeAll(pinned) }() // those in d are duplicates
+	if err != nil {
+		return err
+	}
+	for name, m := range pinned {
+		if err := spec.Maps[name].Compatible(m); err != nil {
 			return fmt.Errorf("pinned map %s is of another version of redirector: drain the node, and run that version's `redirector cleanup`: %w", name, err)
 		}
 	}
@@ -167,15 +193,280 @@ func (d *Datapath) openMaps(spec *ebpf.CollectionSpec) (err error) {
 	return nil
 }
 
-// adopt opens the maps that are there and puts this version's programs in the place of the old ones.
-func (d *Datapath) adopt(spec *ebpf.CollectionSpec, cgroup string) (err error) {
+// openPinned opens those of the maps that the dataplane has. One whose pin somebody has removed is found by the programs that
+// use it. If all are missing, that is fs.ErrNotExist.
+func (d *Datapath) openPinned(spec *ebpf.CollectionSpec) (map[string]*ebpf.Map, error) {
+	pinned := map[string]*ebpf.Map{}
+	var missing []string
+	var errMissing error
+	for name := range spec.Maps {
+		m, err := ebpf.LoadPinnedMap(filepath.Join(d.bpffs, mapsDir, name), nil)
+		switch {
+		case err == nil:
+			pinned[name] = m
+		case errors.Is(err, fs.ErrNotExist):
+			missing = append(missing, name)
+			errMissing = fmt.Errorf("open pinned map %s: %w", name, err)
+		default:
+			return pinned, fmt.Errorf("open pinned map %s: %w", name, err)
+		}
+	}
+	if len(pinned) == 0 {
+		return pinned, errMissing
+	}
+	if len(missing) > 0 {
+		return pinned, d.findUnpinned(missing, pinned)
+	}
+	return pinned, nil
+}
+
+// findUnpinned looks for maps by their names among those that the programs on the cgroup use.
+func (d *Datapath) findUnpinned(names []string, found map[string]*ebpf.Map) error {
+	for _, p := range nodePrograms {
+		ids, err := mapsOfLink(filepath.Join(d.bpffs, linksDir, p.pin))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		for _, id := range ids {
+			m, err := ebpf.NewMapFromID(id)
+			if errors.Is(err, fs.ErrNotExist) {
+				continue
+			}
+			if err != nil {
+				return fmt.Errorf("open map %d: %w", id, err)
+			}
+			info, err := m.Info()
+			if err != nil {
+				return errors.Join(fmt.Errorf("look at map %d: %w", id, err), m.Close())
+			}
+			if slices.Contains(names, info.Name) && found[info.Name] == nil {
+				found[info.Name] = m
+			} else {
+				_ = m.Close()
+			}
+		}
+	}
+	return nil
+}
+
+// mapsOfLink returns the maps that the program of a pinned link uses.
+func mapsOfLink(pin string) ([]ebpf.MapID, error) {
+	l, err := link.LoadPinnedLink(pin, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open pinned link %s: %w", pin, err)
+	}
+	defer l.Close()
+	info, err := l.Info()
+	if err != nil {
+		return nil, fmt.Errorf("look at pinned link %s: %w", pin, err)
+	}
+	prog, err := ebpf.NewProgramFromID(info.Program)
+	if err != nil {
+		return nil, fmt.Errorf("open the program of pinned link %s: %w", pin, err)
+	}
+	defer prog.Close()
+	about, err := prog.Info()
+	if err != nil {
+		return nil, fmt.Errorf("look at the program of pinned link %s: %w", pin, err)
+	}
+	ids, _ := about.MapIDs()
+	return ids, nil
+}
+
+func closeAll(all map[string]*ebpf.Map) {
+	for _, m := range all {
+		_ = m.Close()
+	}
+}
+
+// adopt opens the maps that are there, replaces those that this version lays out in another way, and puts this version's
+// programs in the place of the old ones. Until all that can fail for reasons of layout or of the programs is done, nothing that
+// works is touched. Killed at any point, it is done again by the next agent.
+func (d *Datapath) adopt(spec *ebpf.CollectionSpec, mine Layout) (err error) {
 	if d.lock, err = lockDir(d.bpffs); err != nil {
 		return err
 	}
-	if err := d.openMaps(spec); err != nil {
+	next := filepath.Join(d.bpffs, nextDir)
+	if err := os.RemoveAll(next); err != nil {
+		return fmt.Errorf("remove what an interrupted upgrade left: %w", err)
+	}
+	pinned, err := d.openPinned(spec)
+	defer func() { closeAll(pinned) }()
+	if err != nil {
 		return err
 	}
-	return d.load(spec, cgroup, filepath.Join(d.bpffs, linksDir))
+	replace, err := d.checkLayout(spec, pinned, mine)
+	if err != nil {
+		return err
+	}
+
+	use := map[string]*ebpf.Map{}
+	made := map[string]*ebpf.Map{}
+	defer func() { closeAll(made) }()
+	defer func() { err = errors.Join(err, os.RemoveAll(next)) }()
+	if err := os.Mkdir(next, 0o700); err != nil {
+		return fmt.Errorf("make a directory for pins: %w", err)
+	}
+	for name, want := range spec.Maps {
+		old := pinned[name]
+		if old != nil && !replace[name] {
+			use[name] = old
+			continue
+		}
+		m, err := d.makeMap(want, old)
+		if err != nil {
+			err = fmt.Errorf("map %s: %w", name, err)
+			if errors.Is(err, unix.E2BIG) {
+				return &LayoutError{BPFFS: d.bpffs, Pinned: d.pinnedLayout(pinned), Mine: mine, Err: err}
+			}
+			return err
+		}
+		made[name], use[name] = m, m
+		if err := m.Pin(filepath.Join(next, name)); err != nil {
+			return fmt.Errorf("pin map %s: %w", name, err)
+		}
+	}
+	fault.Point("upgrade: maps copied")
+	d.maps = new(maps.Maps)
+	if err := spec.LoadAndAssign(&d.maps.RedirectorMaps, &ebpf.CollectionOptions{MapReplacements: use}); err != nil {
+		return fmt.Errorf("open pinned maps: %w", err)
+	}
+	if err := d.load(spec); err != nil {
+		return err
+	}
+	fault.Point("upgrade: programs loaded")
+
+	if err := d.replacePins(pinned, made); err != nil {
+		return err
+	}
+	if err := d.putToWork(spec, filepath.Join(d.bpffs, linksDir)); err != nil {
+		return err
+	}
+	if err := d.removeUnknown(spec); err != nil {
+		return err
+	}
+	if err := writeLayout(d.maps.Layout, mine); err != nil {
+		return err
+	}
+	fault.Point("upgrade: layout noted")
+	return nil
+}
+
+// pinnedLayout is what a dataplane says of itself, as far as it can be read.
+func (d *Datapath) pinnedLayout(pinned map[string]*ebpf.Map) Layout {
+	l, _ := readLayout(pinned[bpf.RedirectorMapLayout])
+	return l
+}
+
+// checkLayout compares the layouts, by the versions' numbers and map by map. It returns the maps that must be replaced.
+func (d *Datapath) checkLayout(spec *ebpf.CollectionSpec, pinned map[string]*ebpf.Map, mine Layout) (replace map[string]bool, err error) {
+	theirs, err := readLayout(pinned[bpf.RedirectorMapLayout])
+	if err != nil {
+		return nil, err
+	}
+	if !mine.takesOver(theirs) {
+		return nil, &LayoutError{BPFFS: d.bpffs, Pinned: theirs, Mine: mine}
+	}
+	replace = map[string]bool{}
+	for name, m := range pinned {
+		same, err := sameLayout(spec.Maps[name], m)
+		if errors.Is(err, errMeaning) {
+			return nil, &LayoutError{BPFFS: d.bpffs, Pinned: theirs, Mine: mine, Err: fmt.Errorf("map %s: %w", name, err)}
+		}
+		if err != nil {
+			return nil, fmt.Errorf("pinned map %s: %w", name, err)
+		}
+		replace[name] = !same
+	}
+	return replace, nil
+}
+
+// makeMap makes a map, with the entries of the old one if there is one.
+func (d *Datapath) makeMap(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error) {
+	if old != nil {
+		return carryOver(spec, old)
+	}
+	m, err := ebpf.NewMap(spec)
+	if err != nil {
+		return nil, fmt.Errorf("create: %w", err)
+	}
+	return m, nil
+}
+
+// replacePins puts the pins of new maps in the place of the old ones, and pins anew a map whose pin is gone. From then on an
+// agent that starts anew uses the new maps. Old programs go on with the old ones, which have the same entries.
+func (d *Datapath) replacePins(pinned, made map[string]*ebpf.Map) error {
+	for name := range made {
+		old := pinned[name]
+		if old != nil && old.Type() != ebpf.Hash && old.Type() != ebpf.Array {
+			if err := keep(d.bpffs, name, old); err != nil {
+				return err
+			}
+			fault.Point("upgrade: old map kept")
+		}
+		// Renaming is one step, also in a BPF filesystem. The map knows its pin.
+		if err := os.Rename(filepath.Join(d.bpffs, nextDir, name), filepath.Join(d.bpffs, mapsDir, name)); err != nil {
+			return fmt.Errorf("put the pin of map %s in place: %w", name, err)
+		}
+		fault.Point("upgrade: map replaced")
+	}
+	_, err := d.pinMaps()
+	return err
+}
+
+// pinMaps pins those maps that are not pinned, and returns their names.
+func (d *Datapath) pinMaps() (again []string, err error) {
+	for name, m := range d.byName() {
+		pin := filepath.Join(d.bpffs, mapsDir, name)
+		switch _, err := os.Lstat(pin); {
+		case err == nil:
+			continue
+		case !errors.Is(err, fs.ErrNotExist):
+			return again, fmt.Errorf("look for the pin of map %s: %w", name, err)
+		}
+		unpinned, err := m.Clone() // one that does not believe to have a pin
+		if err != nil {
+			return again, fmt.Errorf("pin map %s: %w", name, err)
+		}
+		err = errors.Join(unpinned.Pin(pin), unpinned.Close())
+		if err != nil {
+			return again, fmt.Errorf("pin map %s: %w", name, err)
+		}
+		again = append(again, name)
+	}
+	return again, nil
+}
+
+// removeUnknown detaches programs of another version that this one does not have, and lets go of such maps: they would be in
+// the way of a later version's that takes what it finds there for true.
+func (d *Datapath) removeUnknown(spec *ebpf.CollectionSpec) error {
+	links, err := os.ReadDir(filepath.Join(d.bpffs, linksDir))
+	if err != nil {
+		return fmt.Errorf("list the pinned links: %w", err)
+	}
+	for _, file := range links {
+		pin := filepath.Join(d.bpffs, linksDir, file.Name())
+		if d.links[file.Name()] == nil && d.bridge.links[pin] == nil {
+			if err := detach(pin); err != nil {
+				return err
+			}
+		}
+	}
+	pins, err := os.ReadDir(filepath.Join(d.bpffs, mapsDir))
+	if err != nil {
+		return fmt.Errorf("list the pinned maps: %w", err)
+	}
+	for _, file := range pins {
+		if spec.Maps[file.Name()] == nil {
+			if err := os.Remove(filepath.Join(d.bpffs, mapsDir, file.Name())); err != nil {
+				return fmt.Errorf("let go of another version's map %s: %w", file.Name(), err)
+			}
+		}
+	}
+	return nil
 }
 
 // nodePrograms are those that are attached to the cgroup for the whole node, with the names of their pins.
@@ -183,37 +474,98 @@ var nodePrograms = []struct {
 	pin     string
 	program string
 	attach  ebpf.AttachType
+	// notes says that it leaves notes with sockets for others to read. What reads them comes first: see putToWork.
+	notes bool
 }{
-	// What leaves notes with sockets comes before what reads them, and what marks comes last.
-	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate},
-	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt},
-	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect},
-	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect},
-	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps},
+	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps, false},
+	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate, true},
+	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt, false},
+	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect, true},
+	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect, true},
 }
 
-// load loads the programs that all pods share, puts them to work, and prepares those that each pod gets a copy of.
-func (d *Datapath) load(spec *ebpf.CollectionSpec, cgroup, links string) error {
+// load loads the programs that all pods share, and prepares those that each pod gets a copy of.
+func (d *Datapath) load(spec *ebpf.CollectionSpec) (err error) {
 	shared, err := ebpf.NewCollectionWithOptions(sharedPrograms(spec), ebpf.CollectionOptions{MapReplacements: d.byName()})
 	if err != nil {
 		return fmt.Errorf("load programs: %w", err)
 	}
 	defer shared.Close()
-	sealPkt := shared.Programs[bpf.RedirectorProgRedirSealPkt]
-	if err := d.maps.TailCalls.Put(uint32(bpf.RedirectorTailCallTAIL_CALL_SEAL_PKT), sealPkt); err != nil {
-		return fmt.Errorf("map tail_calls: put: %w", err)
-	}
-
+	d.shared, shared.Programs = shared.Programs, nil
 	if d.steer, err = newTemplate(spec.Programs[bpf.RedirectorProgRedirSteer], d.byName()); err != nil {
 		return err
 	}
-	if d.seal, err = newTemplate(spec.Programs[bpf.RedirectorProgRedirSeal], d.byName()); err != nil {
-		return err
+	d.seal, err = newTemplate(spec.Programs[bpf.RedirectorProgRedirSeal], d.byName())
+	return err
+}
+
+// tailCalls are the programs that others call, with their indices.
+var tailCalls = []struct {
+	index   bpf.RedirectorTailCall
+	program string
+}{
+	{bpf.RedirectorTailCallTAIL_CALL_SEAL_PKT, bpf.RedirectorProgRedirSealPkt},
+}
+
+// putToWork puts the programs that all pods share where they act, in the place of those that may be there. The order is what
+// keeps everything found: first the new programs leave notes with sockets, beside the old ones; then the program is replaced
+// that reads these notes and admits flows; then what old programs have written is copied; then the seal is replaced, which
+// reads all that; and last the old programs that leave notes.
+func (d *Datapath) putToWork(spec *ebpf.CollectionSpec, links string) (err error) {
+	listeners := func() error {
+		return d.eachPrevious(bpf.RedirectorMapListeners, func(old *ebpf.Map) error {
+			return copyListeners(d.maps.RedirectorMaps.Listeners, old)
+		})
 	}
-	for _, p := range nodePrograms {
-		if err := attachCgroup(shared.Programs[p.program], p.attach, cgroup, filepath.Join(links, p.pin)); err != nil {
+	var notes bridge
+	defer func() { err = errors.Join(err, notes.close()) }()
+	if d.adopted {
+		if err := errors.Join(d.bridgeSockets(&notes), d.bridgeAdmitted(spec), listeners()); err != nil {
 			return err
 		}
+		fault.Point("upgrade: bridges built")
+	}
+	for i, p := range nodePrograms {
+		l, err := attachCgroup(d.shared[p.program], p.attach, d.cgroup, filepath.Join(links, p.pin))
+		if err != nil {
+			return err
+		}
+		d.links[p.pin] = l
+		fault.Point("upgrade: program replaced")
+		if i > 0 {
+			continue
+		}
+		// Listeners once more, for what was made meanwhile.
+		if err := errors.Join(listeners(), d.copyAdmitted()); err != nil {
+			return err
+		}
+		if err := d.putTailCalls(); err != nil {
+			return err
+		}
+	}
+	return notes.end()
+}
+
+// putTailCalls puts the programs that others call into the map.
+func (d *Datapath) putTailCalls() error {
+	for _, t := range tailCalls {
+		put := func(m *ebpf.Map) error {
+			if uint32(t.index) >= m.MaxEntries() {
+				return nil // an older map, of a version that has no such program
+			}
+			if err := m.Put(uint32(t.index), d.shared[t.program]); err != nil {
+				return fmt.Errorf("put: %w", err)
+			}
+			return nil
+		}
+		if err := put(d.maps.TailCalls); err != nil {
+			return fmt.Errorf("map tail_calls: %w", err)
+		}
+		// What pods have from an older version calls this version's programs, too: they read the maps that are written now.
+		if err := d.eachPrevious(bpf.RedirectorMapTailCalls, put); err != nil {
+			return err
+		}
+		fault.Point("upgrade: tail call replaced")
 	}
 	return nil
 }
@@ -226,37 +578,48 @@ func sharedPrograms(spec *ebpf.CollectionSpec) *ebpf.CollectionSpec {
 	return spec
 }
 
-// attachCgroup attaches a program to the cgroup, or puts it in the place of the one that is attached there already.
-func attachCgroup(prog *ebpf.Program, attach ebpf.AttachType, cgroup, pin string) (err error) {
+// attachCgroup attaches a program to the cgroup, or puts it in the place of the one that is attached there already. The link is
+// the caller's to close, and works on by its pin.
+func attachCgroup(prog *ebpf.Program, attach ebpf.AttachType, cgroup, pin string) (link.Link, error) {
 	what := filepath.Base(pin)
 	old, err := link.LoadPinnedLink(pin, nil)
 	if err == nil {
-		defer func() { err = errors.Join(err, old.Close()) }()
-		if on, err := isOnCgroup(old, cgroup); err != nil {
-			return err
-		} else if on {
+		on, err := isOnCgroup(old, cgroup)
+		if on && err == nil {
 			if err := old.Update(prog); err != nil {
-				return fmt.Errorf("replace the %s program on cgroup %s: %w", what, cgroup, err)
+				return nil, errors.Join(fmt.Errorf("replace the %s program on cgroup %s: %w", what, cgroup, err), old.Close())
 			}
-			return nil
+			return old, nil
+		}
+		// The new one comes before the old one goes.
+		if err := errors.Join(err, old.Close()); err != nil {
+			return nil, err
 		}
 	} else if !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("open pinned link %s: %w", pin, err)
+		return nil, fmt.Errorf("open pinned link %s: %w", pin, err)
 	}
 
 	l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: attach, Program: prog})
 	if err != nil {
-		return fmt.Errorf("attach the %s program to cgroup %s: %w", what, cgroup, err)
+		return nil, fmt.Errorf("attach the %s program to cgroup %s: %w", what, cgroup, err)
 	}
-	defer func() { err = errors.Join(err, l.Close()) }()
-	if old != nil {
-		// The new one works already, on the cgroup that the node has now.
-		if err := old.Unpin(); err != nil {
-			return fmt.Errorf("unpin the %s program of another cgroup: %w", what, err)
+	if err := pinLink(l, pin); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return l, nil
+}
+
+// pinLink pins a link, in the place of another if need be.
+func pinLink(l link.Link, pin string) error {
+	fresh := pin + unfinished
+	err := os.Remove(fresh)
+	if err == nil || errors.Is(err, fs.ErrNotExist) {
+		if err = l.Pin(fresh); err == nil {
+			err = os.Rename(fresh, pin)
 		}
 	}
-	if err := l.Pin(pin); err != nil {
-		return fmt.Errorf("pin the link of the %s program: %w", what, err)
+	if err != nil {
+		return fmt.Errorf("pin the link of the %s program: %w", filepath.Base(pin), err)
 	}
 	return nil
 }
@@ -289,6 +652,13 @@ func (d *Datapath) Close() error {
 	if d.maps != nil {
 		errs = append(errs, d.maps.Close())
 	}
+	errs = append(errs, d.bridge.close())
+	for _, l := range d.links {
+		errs = append(errs, l.Close())
+	}
+	for _, p := range d.shared {
+		errs = append(errs, p.Close())
+	}
 	if d.lock != nil {
 		errs = append(errs, d.lock.Close())
 	}
@@ -309,6 +679,7 @@ func (d *Datapath) byName() map[string]*ebpf.Map {
 		bpf.RedirectorMapProbeTargets: m.RedirectorMaps.ProbeTargets,
 		bpf.RedirectorMapCgroups:      m.RedirectorMaps.Cgroups,
 		bpf.RedirectorMapSockets:      m.RedirectorMaps.Sockets,
+		bpf.RedirectorMapLayout:       m.RedirectorMaps.Layout,
 	}
 }
 
@@ -337,7 +708,7 @@ func removePins(dir *os.File) error {
 		return err
 	}
 	errs := []error{detachAll(dir.Name())}
-	for _, ours := range []string{mapsDir, linksDir, podsDir} {
+	for _, ours := range append([]string{nextDir, previousDir}, madeDirs...) {
 		errs = append(errs, os.RemoveAll(filepath.Join(dir.Name(), ours)))
 	}
 	return errors.Join(append(errs, os.Remove(dir.Name()))...)
@@ -361,9 +732,11 @@ func detachAll(bpffs string) error {
 	if err != nil {
 		return err
 	}
-	for _, p := range nodePrograms {
-		pins = append(pins, filepath.Join(bpffs, linksDir, p.pin))
+	links, err := filepath.Glob(filepath.Join(bpffs, linksDir, "*"))
+	if err != nil {
+		return err
 	}
+	pins = append(pins, links...)
 	var errs []error
 	for _, pin := range pins {
 		errs = append(errs, detach(pin))

@@ -11,10 +11,31 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/flock"
 )
 
 // ErrInUse says that another process has the dataplane open.
-var ErrInUse = errors.New("another agent uses it: stop that one first")
+var ErrInUse = errors.New("another agent uses it")
+
+// InUseError is the ErrInUse that says which process it is.
+type InUseError struct {
+	// BPFFS is the dataplane's directory.
+	BPFFS string
+	// PID is the process's; 0 if it is not known, for it is in another PID namespace, say.
+	PID int
+}
+
+func (e *InUseError) Error() string {
+	who := ""
+	if e.PID != 0 {
+		who = fmt.Sprintf(" (pid %d)", e.PID)
+	}
+	return fmt.Sprintf("dataplane %s: %v%s: stop that one first", e.BPFFS, ErrInUse, who)
+}
+
+// Is says that it is ErrInUse.
+func (e *InUseError) Is(target error) bool { return target == ErrInUse }
 
 // checkBPFFS says what is wrong with a directory for pins, if anything.
 func checkBPFFS(dir string) error {
@@ -76,9 +97,9 @@ func lockDir(dir string) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open for locking: %w", err)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := flock.Try(f); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = ErrInUse
+			return nil, errors.Join(&InUseError{BPFFS: dir, PID: flock.Holder(f)}, f.Close())
 		}
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), f.Close())
 	}

@@ -130,8 +130,8 @@ func TestOpenPinsWhatTheDesignSays(t *testing.T) {
 	}
 	want := []string{
 		"links/connect4", "links/connect6", "links/setsockopt", "links/sock_create", "links/sock_ops",
-		"maps/admitted", "maps/cgroups", "maps/config", "maps/counters", "maps/listeners", "maps/own_addrs", "maps/pods",
-		"maps/probe_targets", "maps/sockets", "maps/tail_calls",
+		"maps/admitted", "maps/cgroups", "maps/config", "maps/counters", "maps/layout", "maps/listeners", "maps/own_addrs",
+		"maps/pods", "maps/probe_targets", "maps/sockets", "maps/tail_calls",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("pinned are %v, want %v", got, want)

@@ -372,12 +372,15 @@ func TestTheProxyMaySpeakAsThePod(t *testing.T) {
 	pod := n.enrolledPod("pod")
 	n.serve(pod, evasionPort, bed.AppOptions{})
 	eachFamily(t, func(t *testing.T, family string) {
-		id, local := ask(t, pod, bed.DialSpec{Remote: netip.AddrPortFrom(addr(pod, family), evasionPort), Mark: 0x539})
-		if id.Peer != local || local.Addr() != addr(pod, family) {
-			t.Errorf("the app sees %s, the proxy is %s", id.Peer, local)
+		// Whether it says so itself or leaves it to the kernel.
+		for _, source := range []netip.AddrPort{{}, netip.AddrPortFrom(addr(pod, family), 0)} {
+			id, local := ask(t, pod, bed.DialSpec{Remote: netip.AddrPortFrom(addr(pod, family), evasionPort), Mark: 0x539, Local: source})
+			if id.Peer != local || local.Addr() != addr(pod, family) {
+				t.Errorf("the app sees %s, the proxy is %s", id.Peer, local)
+			}
 		}
 	})
-	if c := n.counters(pod); c.OwnAddress != 2 || c.ProxyToApp > 0 {
+	if c := n.counters(pod); c.OwnAddress != 4 || c.ProxyToApp > 0 {
 		t.Errorf("counters are %+v", c)
 	}
 }

@@ -26,6 +26,7 @@ import (
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/nodeproxy"
+	"github.com/redirector-dataplane/redirector/test/rebuild"
 )
 
 // The main thread stays where it is, for /proc/self to mean the host.
@@ -49,6 +50,7 @@ func TestMain(m *testing.M) {
 	case "nodeproxy":
 		os.Exit(nodeproxy.Main(os.Args[1:]))
 	case "agent":
+		crashAt(os.Getenv(rebuild.CrashVariable))
 		os.Exit(app.Main(context.Background(), os.Args[1:], app.Env{
 			Stdout: os.Stdout, Stderr: os.Stderr, Getenv: os.Getenv, Version: "test",
 		}))

@@ -127,3 +127,43 @@ func TestTheProxyIsToldWhenAClientIsGone(t *testing.T) {
 		t.Errorf("counters are %+v", c)
 	}
 }
+
+// Of the proxy's connections to the app as one client, each has a port of its own. The kernel must know that they are all bound
+// to lo when it chooses, or it gives a port away twice, and the older connection is dead.
+func TestTheProxyTakesNoPortTwice(t *testing.T) {
+	n := newNode(t)
+	n.startProxy()
+	pod := n.enrolledPod("pod")
+	n.serve(pod, 8080, bed.AppOptions{})
+	// Few ports, of which old connections hold some.
+	if err := pod.SetSysctl("net.ipv4.ip_local_port_range", "40000 40089"); err != nil {
+		t.Fatal(err)
+	}
+	eachFamily(t, func(t *testing.T, family string) {
+		remote := netip.AddrPortFrom(addr(pod, family), 8080)
+		var old []net.Conn
+		for range 12 {
+			c, err := n.Outside.Dial(t.Context(), bed.DialSpec{Remote: remote})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = c.Close() })
+			_ = c.SetDeadline(time.Now().Add(2 * patience))
+			if _, err := bed.ReadIdentity(c); err != nil {
+				t.Fatal(err)
+			}
+			old = append(old, c)
+		}
+		for range 45 {
+			if err := exchange(n.Outside, remote); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, c := range old {
+			_ = c.SetDeadline(time.Now().Add(patience / 5))
+			if err := echo(c, []byte("still there")); err != nil {
+				t.Errorf("%s to %s: %v", c.LocalAddr(), c.RemoteAddr(), err)
+			}
+		}
+	})
+}

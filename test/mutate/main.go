@@ -81,7 +81,7 @@ func run(ctx context.Context, pattern string, list bool, markdown string) (ok bo
 		return false, fmt.Errorf("bad -run: %w", err)
 	}
 	var todo []mutation
-	for _, m := range mutations() {
+	for _, m := range append(mutations(), adoptionMutations()...) {
 		if chosen.MatchString(m.name) {
 			todo = append(todo, m)
 		}

@@ -31,6 +31,7 @@ const (
 
 type agentOptions struct {
 	standalone bool
+	takeOver   bool
 	runDir     string
 	zdsSocket  string
 	bpffs      string
@@ -70,8 +71,11 @@ func newAgent(env *Env) *cobra.Command {
 node proxies and the other commands, and look after the enrolled pods.
 
 The agent needs root, a kernel of version 6.1 or later, a BPF filesystem and a cgroup2 filesystem. It
-runs until SIGTERM or SIGINT. The dataplane works on without it: pods stay enrolled, and a new agent takes
-them over. "redirector cleanup" takes everything away.
+runs until SIGTERM or SIGINT. The dataplane works on without it: pods stay enrolled, and a new agent, of this
+version or a neighbouring one, takes them over. "redirector cleanup" takes everything away.
+
+There is one agent per run-dir and per dataplane. A second one refuses to start and names the first; with
+--take-over it sends SIGTERM to the first and waits up to 30 s for it to end.
 
 Each flag has a twin in the environment, named beside it. The flag wins; a variable that is set to
 nothing counts as unset.`,
@@ -82,6 +86,7 @@ nothing counts as unset.`,
 	}
 	flags := cmd.Flags()
 	flags.BoolVar(&o.standalone, "standalone", false, "run without Kubernetes: pods come from redirector enroll")
+	flags.BoolVar(&o.takeOver, "take-over", false, "if an agent runs already, have it stop, and take its place")
 	addRunDir(flags, &o.runDir)
 	addZDSSocket(flags, &o.zdsSocket)
 	addBPFFS(flags, &o.bpffs)
@@ -95,7 +100,7 @@ nothing counts as unset.`,
 	flags.Var(&addrFlag{&o.probes.V4, hostprobe.ParseV4}, "host-probe-snat-ip", "IPv4 address that probes come from")
 	flags.Var(&addrFlag{&o.probes.V6, hostprobe.ParseV6}, "host-probe-snat-ipv6", "IPv6 address that probes come from")
 	for _, name := range []string{
-		"standalone", "cgroup", "log-level", "log-format",
+		"standalone", "take-over", "cgroup", "log-level", "log-format",
 		"probe-source", "probe-identity", "proxy-identity", "host-probe-snat-ip", "host-probe-snat-ipv6",
 	} {
 		twin(flags, name)
@@ -149,13 +154,15 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		return err
 	}
 	defer unlessStarted(removeRunDir)
-	lock, err := lockRunDir(o.runDir)
+	lock, err := fromOther(ctx, o, log, func() (*lockFile, error) { return lockRunDir(o.runDir) })
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, lock.release()) }()
 
-	datapath, err := loader.Open(loader.Options{BPFFS: o.bpffs, Cgroup: o.cgroup})
+	datapath, err := fromOther(ctx, o, log, func() (*loader.Datapath, error) {
+		return loader.Open(loader.Options{BPFFS: o.bpffs, Cgroup: o.cgroup, Release: env.buildInfo().Version})
+	})
 	if err != nil {
 		return err
 	}
@@ -241,11 +248,20 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 	group.Go(func() error { return proxies.Serve(proxyCtx) })
 	group.Go(func() error { return who.Run(groupCtx) })
 	group.Go(func() error { return enroller.Reconcile(groupCtx) })
+	group.Go(func() error { return enroller.KeepNode(groupCtx) })
 	log.Info("ready", "version", env.buildInfo().Version, "pid", os.Getpid(), "run_dir", o.runDir, "zds_socket", o.zdsSocket,
 		"bpffs", o.bpffs, "cgroup", o.cgroup, "adopted", datapath.Adopted(), "took", time.Since(start))
 	err = group.Wait()
 	log.Info("stopped: the dataplane works on, and pods stay enrolled")
 	return err
+}
+
+// fromOther takes what another agent may have, which is stopped if the options say so.
+func fromOther[T any](ctx context.Context, o *agentOptions, log *slog.Logger, take func() (T, error)) (T, error) {
+	if !o.takeOver {
+		return take()
+	}
+	return takeFrom(ctx, log, take)
 }
 
 // addProbeAddrs puts the addresses that probes come from on the host's lo, if probes are to have an address of their own, and

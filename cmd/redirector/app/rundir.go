@@ -13,6 +13,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/flock"
 )
 
 // Names in the run-dir.
@@ -96,7 +98,8 @@ type lockFile struct{ file *os.File }
 // runningError says that an agent holds the lock.
 type runningError struct {
 	runDir string
-	pid    int // 0 if not known
+	pid    int // as it is noted in the file; 0 if it is not
+	holder int // as the kernel says; 0 if it is in another PID namespace
 }
 
 func (e *runningError) Error() string {
@@ -121,7 +124,7 @@ func lockRunDir(dir string) (*lockFile, error) {
 		}
 		switch {
 		case errors.Is(err, unix.EWOULDBLOCK):
-			err = &runningError{runDir: dir, pid: notedPID(file)}
+			err = &runningError{runDir: dir, pid: notedPID(file), holder: flock.Holder(file)}
 		case err == nil:
 			_ = file.Close()
 			continue // removed by who held it, between our open and our lock
@@ -135,7 +138,7 @@ func lockRunDir(dir string) (*lockFile, error) {
 
 // lockAndNote says whether the lock is ours: not if the file is at its path no more.
 func lockAndNote(file *os.File, path string) (bool, error) {
-	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := flock.Try(file); err != nil {
 		return false, err
 	}
 	locked, err := file.Stat()

@@ -77,7 +77,7 @@ type Program struct {
 	Path string
 	// Args are its arguments, without the name.
 	Args []string
-	// Env is its whole environment, besides PATH, HOME and TMPDIR.
+	// Env is its whole environment, besides PATH, HOME, TMPDIR, and VMTEST_IN_VM, by which tests know that they need patience.
 	Env []string
 	// Dir is its working directory. The files below testdata in this folder of the host's come along.
 	Dir string
@@ -209,7 +209,7 @@ func (m *Machine) writeInitramfs(path string, p Program) (absent []string, err e
 	a.copyFile("/init", m.Init)
 	c := guest.Config{
 		Argv:    append([]string{"/program"}, p.Args...),
-		Env:     append([]string{"PATH=/bin", "HOME=/tmp", "TMPDIR=/tmp"}, p.Env...),
+		Env:     append([]string{"PATH=/bin", "HOME=/tmp", "TMPDIR=/tmp", "VMTEST_IN_VM=1"}, p.Env...),
 		Dir:     orDefault(p.Dir, "/"),
 		Collect: p.Collect,
 	}

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"context"
+	"time"
+)
+
+// RepairNode is the kind of repairs of what all pods share: programs on the cgroup, and pins.
+const RepairNode Repair = "node"
+
+// KeepNode looks after what all pods share until ctx is done: what somebody has detached or unpinned is put back within
+// seconds. A failure is logged when it is a new one; the next look tries again.
+func (e *Enroller) KeepNode(ctx context.Context) error {
+	ticker := time.NewTicker(reconcileEvery)
+	defer ticker.Stop()
+	failing := ""
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+		healed, err := e.Datapath.Heal()
+		for _, what := range healed {
+			e.Log.Warn("something was missing in the dataplane, and is there again", "what", what)
+		}
+		if len(healed) > 0 {
+			e.mu.Lock()
+			e.repairs[RepairNode] += uint64(len(healed))
+			e.mu.Unlock()
+		}
+		switch {
+		case err == nil:
+			failing = ""
+		case err.Error() != failing:
+			failing = err.Error()
+			e.Log.Error("cannot keep the dataplane as it should be: it is tried again", "error", err)
+		}
+	}
+}
