@@ -464,8 +464,12 @@ func (e *Enroller) applyProbeTargets(p *pod) (undo func() error, err error) {
 	var undos undoList
 	for addr := range want {
 		if before[addr] {
-			if _, err := m.KeepProbeTarget(addr, target); err != nil {
+			made, err := m.KeepProbeTarget(addr, target)
+			if err != nil {
 				return nil, errors.Join(err, undos.run())
+			}
+			if made {
+				e.repaired(p, RepairProbeTarget)
 			}
 			continue
 		}
