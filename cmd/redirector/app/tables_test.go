@@ -65,6 +65,7 @@ func TestStatusTable(t *testing.T) {
 		},
 		Pods:          api.PodCounts{Enrolled: 2, Pending: 1, Unnamed: 1},
 		Counters:      maps.Counters{OutboundCaptured: 12, SealDropped: 3},
+		Repairs:       map[enroll.Repair]uint64{enroll.RepairSeal: 1, enroll.RepairRouting: 2},
 		AdmittedFlows: 7,
 		Warnings: []api.Warning{
 			{Reason: api.ReasonNoProxy, Message: "nobody is there", Remedy: "start one"},
