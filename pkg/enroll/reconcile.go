@@ -23,7 +23,7 @@ const (
 	// fullLookEvery is at every how many of these looks a pod's interfaces, rules and routes are listed, though netlink has told
 	// of no change. The pods take turns.
 	fullLookEvery = 40
-	// lookers bounds how many pods are looked at at a time, and changers how many are being moved or removed, which may have to
+	// lookers bounds how many pods are looked at side by side, and changers how many are being moved or removed, which may have to
 	// wait for a proxy.
 	lookers  = 4
 	changers = 16
@@ -367,7 +367,8 @@ func (r *reconciler) follows(p *pod) {
 		return // when it cannot be told, it is not gone
 	}
 	// Twice, as a thread may have been on its way in.
-	if p.unused++; p.unused < 2 {
+	p.unused++
+	if p.unused < 2 {
 		return
 	}
 	cookie := p.ns.Cookie()

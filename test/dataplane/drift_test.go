@@ -113,7 +113,7 @@ func drifts() []drift {
 		},
 		{
 			name: "an address of another's becomes the pod's", kind: enroll.RepairOwnAddr,
-			spoil: func(s *evasionStage, m *maps.Maps, pod *bed.NS) error {
+			spoil: func(_ *evasionStage, m *maps.Maps, pod *bed.NS) error {
 				return errors.Join(m.PutOwnAddr(pod.Cookie, netip.MustParseAddr("192.0.2.7"), 1),
 					m.PutOwnAddr(pod.Cookie, netip.MustParseAddr("2001:db8::7"), 1))
 			},
@@ -193,6 +193,7 @@ func TestWhatDriftsIsRightAgain(t *testing.T) {
 			}
 			start := time.Now()
 			for tries := 0; !d.healed(s, m, pod) || s.repairs(t, d.kind) == before; tries++ {
+				time.Sleep(20 * time.Millisecond) // each connection that goes through stays open
 				if time.Since(start) > driftPatience {
 					t.Fatal("it is not put right")
 				}
