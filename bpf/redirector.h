@@ -251,7 +251,7 @@ struct {
 	__type(value, struct admission);
 } admitted SEC(".maps");
 
-/* Entries are made by user space at enrolment; a program only adds to one that is there. */
+/* Entries are made by user space at enrolment; a program only adds to one that is there. The seal holds while there is one. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_HASH);
 	__uint(max_entries, MAX_PODS);

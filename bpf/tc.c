@@ -184,6 +184,17 @@ static __always_inline bool answer_is_admitted(struct __sk_buff *skb, __u64 cook
 }
 
 /*
+ * Is the pod enrolled? Either of its entries will do: where one has been lost, apps' connections are captured no more, and
+ * must not leave as they are. Enrolment makes the one in counters last, unenrolment removes it first.
+ */
+static __always_inline bool is_sealed(__u64 cookie)
+{
+	struct netns_key key = {.netns_cookie = cookie};
+
+	return pod_lookup(cookie) || bpf_map_lookup_elem(&counters, &key);
+}
+
+/*
  * redir_seal_pkt: drops a fresh TCP connection that is not the proxy's, and the answer to one that did not come by the
  * proxy. One program for all pods, reached by a tail call: loading it takes a hundred times as long as loading the few
  * instructions that each pod has of its own.
@@ -200,7 +211,7 @@ int redir_seal_pkt(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 
 	kind = frame_kind(skb, &p, skb->cb[CB_LINK_HEADER]);
-	if (kind == PACKET_OTHER || !pod_lookup(cookie))
+	if (kind == PACKET_OTHER || !is_sealed(cookie))
 		return TC_ACT_UNSPEC;
 	if (kind == PACKET_OPENS) {
 		count(cookie, seal_dropped);

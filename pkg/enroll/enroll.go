@@ -58,6 +58,8 @@ type Enroller struct {
 	// byCookie says which pod has a network namespace.
 	byCookie map[uint64]*pod
 	repairs  map[Repair]uint64
+	// changing has the pods that the reconcile loop is moving or removing.
+	changing map[string]bool
 }
 
 // pod is one pod. The mutex is held during any work on it.
@@ -81,6 +83,13 @@ type pod struct {
 	offered bool
 	// shown is what Pod says of the pod without waiting for the mutex: what was so when it was last released. Nil: nothing.
 	shown atomic.Pointer[Pod]
+	// entry is what map pods is to have, and steer the program that is to run. ipv6 says whether the namespace has IPv6.
+	entry maps.Pod
+	steer ebpf.ProgramID
+	ipv6  bool
+	// lead is a path that leads to the namespace now that the one in spec does not; unused counts looks that have found none.
+	lead   string
+	unused int
 	// failing is the last failure to keep things as they should be, "" if the last try went well.
 	failing string
 }
@@ -90,7 +99,7 @@ func New(c Config) *Enroller {
 	if c.Observe == nil {
 		c.Observe = func(string, time.Duration) {}
 	}
-	return &Enroller{Config: c, byUID: map[string]*pod{}, byCookie: map[uint64]*pod{}, repairs: map[Repair]uint64{}}
+	return &Enroller{Config: c, byUID: map[string]*pod{}, byCookie: map[uint64]*pod{}, repairs: map[Repair]uint64{}, changing: map[string]bool{}}
 }
 
 // Close ends what the Enroller does by itself, and gives back its handles. The pods stay as they are.
@@ -185,14 +194,15 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 	p := e.claim(spec.UID)
 	defer e.release(p)
 
+	if err := e.take(ns, p); err != nil {
+		return errors.Join(err, ns.Close())
+	}
 	if p.ns != nil && p.ns.Cookie() != ns.Cookie() {
 		e.Log.Info("pod has another network namespace now", "pod", spec.String(), "uid", spec.UID, "netns", ns.Path())
 		if err := e.remove(context.Background(), p); err != nil {
+			e.drop(ns, p)
 			return errors.Join(fmt.Errorf("leave the network namespace that it had: %w", err), ns.Close())
 		}
-	}
-	if err := e.take(ns, p); err != nil {
-		return errors.Join(err, ns.Close())
 	}
 
 	if p.ns != nil { // enrolled before, to be repaired or renamed
@@ -205,6 +215,7 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		return errors.Join(err, ns.Close())
 	}
 	p.ns, p.spec, p.ownAddrs, p.probed, p.since = ns, spec, left.ownAddrs, left.probed, since
+	p.failing, p.lead, p.unused = "", "", 0
 	if left.captured {
 		// An address that is not in the map as the pod's has become another's: it is not new for this one.
 		p.probed = p.probeAddrs()
@@ -229,11 +240,14 @@ func (e *Enroller) take(ns *podns.NetNS, p *pod) error {
 	return nil
 }
 
-func (e *Enroller) leave(p *pod) {
+func (e *Enroller) leave(p *pod) { e.drop(p.ns, p) }
+
+// drop undoes take.
+func (e *Enroller) drop(ns *podns.NetNS, p *pod) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.byCookie[p.ns.Cookie()] == p {
-		delete(e.byCookie, p.ns.Cookie())
+	if e.byCookie[ns.Cookie()] == p {
+		delete(e.byCookie, ns.Cookie())
 	}
 }
 
@@ -323,12 +337,6 @@ func (e *Enroller) apply(p *pod) (err error) {
 		changed, err = n.setSysctls()
 		return func() error { return n.restoreSysctls(changed) }, err
 	})
-	step("counters", func() (func() error, error) {
-		if enrolled {
-			return nil, nil
-		}
-		return func() error { return e.Datapath.Maps().DeleteCounters(p.ns.Cookie()) }, e.Datapath.Maps().CreateCounters(p.ns.Cookie())
-	})
 	step("seal", func() (func() error, error) { return e.applySeals(p, n, true) })
 	step("steer", func() (func() error, error) {
 		s := <-steer
@@ -337,10 +345,14 @@ func (e *Enroller) apply(p *pod) (err error) {
 			return nil, s.err
 		}
 		defer s.prog.Close()
-		if err := e.Datapath.AttachSteer(p.ns, p.uid, s.prog); err != nil || enrolled {
+		if err := e.Datapath.AttachSteer(p.ns, p.uid, s.prog); err != nil {
 			return nil, err
 		}
-		return func() error { return e.Datapath.DetachSteer(p.uid) }, nil
+		var err error
+		if p.steer, err = e.Datapath.SteerProgram(p.ns, p.uid); enrolled {
+			return nil, err
+		}
+		return func() error { return e.Datapath.DetachSteer(p.uid) }, err
 	})
 	step("map entry", func() (func() error, error) {
 		exit, err := n.exit(p.ownAddrs)
@@ -358,10 +370,22 @@ func (e *Enroller) apply(p *pod) (err error) {
 		entry.Restore.TCPFwmarkAccept = entry.Restore.TCPFwmarkAccept || changed.TCPFwmarkAccept
 		entry.Restore.FwmarkReflect = entry.Restore.FwmarkReflect || changed.FwmarkReflect
 		entry.Restore.FwmarkReflectV6 = entry.Restore.FwmarkReflectV6 || changed.FwmarkReflectV6
-		if err := e.Datapath.Maps().PutPod(p.ns.Cookie(), entry); err != nil || enrolled {
+		if err := e.Datapath.Maps().PutPod(p.ns.Cookie(), entry); err != nil {
 			return nil, err
 		}
+		p.entry, p.ipv6 = entry, n.ipv6
+		if enrolled {
+			return nil, nil
+		}
 		return func() error { return e.Datapath.Maps().DeletePod(p.ns.Cookie()) }, nil
+	})
+	// After the entry that switches capture on: the seal holds from either on, and would drop what is not captured yet.
+	step("counters", func() (func() error, error) {
+		made, err := e.Datapath.Maps().CreateCounters(p.ns.Cookie())
+		if err != nil || !made || enrolled {
+			return nil, err
+		}
+		return func() error { return e.Datapath.Maps().DeleteCounters(p.ns.Cookie()) }, nil
 	})
 	step("probe targets", func() (func() error, error) { return e.applyProbeTargets(p) })
 	step("proxy", func() (func() error, error) {
@@ -451,8 +475,12 @@ func (e *Enroller) applyProbeTargets(p *pod) (undo func() error, err error) {
 	var undos undoList
 	for addr := range want {
 		if before[addr] {
-			if err := m.KeepProbeTarget(addr, target); err != nil {
+			made, err := m.KeepProbeTarget(addr, target)
+			if err != nil {
 				return nil, errors.Join(err, undos.run())
+			}
+			if made {
+				e.repaired(p, RepairProbeTarget)
 			}
 			continue
 		}
@@ -554,8 +582,9 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 		return err
 	}
 	// Capture ends first, so that no connection is marked for a route that is gone. When the rest fails it is switched on
-	// again: a pod is either out or captured, and the entry is what remembers the sysctls to restore.
-	if err := m.DeletePod(cookie); err != nil {
+	// again: a pod is either out or captured, and the entry is what remembers the sysctls to restore. Before that the counters
+	// go, with which the seal holds.
+	if err := errors.Join(m.DeleteCounters(cookie), m.DeletePod(cookie)); err != nil {
 		return err
 	}
 	fault.Point("unenrol: capture off")
@@ -570,11 +599,12 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	fault.Point("unenrol: namespace restored")
 	if err != nil {
 		if enrolled {
-			err = errors.Join(err, m.PutPod(cookie, known))
+			_, errCounters := m.CreateCounters(cookie)
+			err = errors.Join(err, m.PutPod(cookie, known), errCounters)
 		}
 		return err
 	}
-	errs := []error{m.DeleteCounters(cookie), m.DeleteListeners(cookie)}
+	errs := []error{m.DeleteListeners(cookie)}
 	for addr := range left.ownAddrs {
 		errs = append(errs, m.DeleteOwnAddr(cookie, addr))
 	}

@@ -53,15 +53,16 @@ func (e *Enroller) lacksListeners(uid string) (cookie uint64, lacks bool) {
 	if shown == nil {
 		return 0, false
 	}
-	listeners, err := e.Datapath.Maps().Listeners(shown.NetNSCookie)
-	if err != nil {
-		return 0, false
+	for _, port := range []uint16{maps.PortOutbound, maps.PortInbound} {
+		if has, err := e.Datapath.Maps().HasListener(shown.NetNSCookie, port); err != nil || !has {
+			return shown.NetNSCookie, err == nil
+		}
 	}
-	return shown.NetNSCookie, listeners[maps.PortOutbound] == 0 || listeners[maps.PortInbound] == 0
+	return 0, false
 }
 
 // offerAnew asks the proxy to leave the pod and take it again, once, so that it makes its listeners for it anew.
-func (e *Enroller) offerAnew(uid string) {
+func (e *Enroller) offerAnew(ctx context.Context, uid string) {
 	p := e.claim(uid)
 	defer e.release(p)
 	if p.ns == nil || p.offered {
@@ -69,7 +70,7 @@ func (e *Enroller) offerAnew(uid string) {
 	}
 	p.offered = true
 	e.Log.Warn("listeners of the node proxy are not found: it is asked to start anew for the pod", "pod", p.spec.String(), "uid", uid)
-	err := e.Proxies.Remove(context.Background(), uid)
+	err := e.Proxies.Remove(ctx, uid)
 	if err == nil {
 		err = e.Proxies.Set(p.zdsPod())
 	}

@@ -11,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -33,6 +34,9 @@ const (
 	firstTable = 0x72647200
 	tables     = 16
 )
+
+// netlinkTimeout is how long an answer of the kernel may take.
+const netlinkTimeout = 10 * time.Second
 
 // families are the address families of rules and routes.
 var families = []int{unix.AF_INET, unix.AF_INET6}
@@ -61,6 +65,10 @@ func openPodNet(ns *podns.NetNS) (*podNet, error) {
 	err := ns.Do(func() (err error) {
 		if n.handle, err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
 			return fmt.Errorf("open a netlink socket in %s: %w", ns.Path(), err)
+		}
+		// The kernel answers at once, unless something is badly wrong; that must not hold up other pods.
+		if err := n.handle.SetSocketTimeout(netlinkTimeout); err != nil {
+			return fmt.Errorf("bound the wait for answers of netlink in %s: %w", ns.Path(), err)
 		}
 		disabled, err := readSysctl("net/ipv6/conf/lo/disable_ipv6")
 		n.ipv6 = err == nil

@@ -3,14 +3,12 @@
 package enroll
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	gomaps "maps"
 	"os"
 	"time"
 
-	"github.com/cilium/ebpf"
 	netlinkconn "github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
@@ -81,7 +79,7 @@ func (e *Enroller) resync(p *pod, w *watch) bool {
 	if p.watch != w {
 		return false
 	}
-	e.repair(p)
+	e.repair(p, nil, true)
 	p.show()
 	return true
 }
@@ -91,36 +89,18 @@ type Repair string
 
 // The kinds of repairs.
 const (
-	RepairSeal    Repair = "seal"    // an interface, perhaps a new one, had none
-	RepairRouting Repair = "routing" // a rule or route to lo was missing
-	RepairSysctl  Repair = "sysctl"  // one that carries marks was off
+	RepairSeal        Repair = "seal"         // an interface, perhaps a new one, had none, or it was not the first to be asked
+	RepairRouting     Repair = "routing"      // a rule or route to lo was missing
+	RepairSysctl      Repair = "sysctl"       // one that carries marks was off
+	RepairSteer       Repair = "steer"        // the steer program, its link or the link's pin was missing, or another program there
+	RepairEntry       Repair = "pod-entry"    // the entry of map pods, which switches capture on, was missing or another
+	RepairCounters    Repair = "counters"     // the entry of map counters was missing
+	RepairOwnAddr     Repair = "own-address"  // map own_addrs did not have what the pod's interfaces have
+	RepairProbeTarget Repair = "probe-target" // an address of the pod was missing in map probe_targets
+	RepairStale       Repair = "stale"        // maps had entries of a network namespace that no pod has
+	RepairNetNS       Repair = "netns"        // the pod's path led to another network namespace, and the pod was enrolled there
+	RepairGone        Repair = "gone"         // nothing led to the pod's network namespace any more, and the pod was removed
 )
-
-// reconcileEvery is how often what no event tells of is looked at: sysctls, and listeners from before the dataplane.
-const reconcileEvery = 3 * time.Second
-
-// Reconcile looks after all pods until ctx is done. What netlink tells of is repaired at once, without it.
-func (e *Enroller) Reconcile(ctx context.Context) error {
-	ticker := time.NewTicker(reconcileEvery)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-ticker.C:
-		}
-		for _, uid := range e.uids() {
-			p := e.claim(uid)
-			if p.ns != nil {
-				e.repair(p)
-			}
-			e.release(p)
-		}
-		for _, uid := range e.takeOverListeners() {
-			e.offerAnew(uid)
-		}
-	}
-}
 
 // Repairs returns how many repairs of each kind there were since the start.
 func (e *Enroller) Repairs() map[Repair]uint64 {
@@ -129,10 +109,23 @@ func (e *Enroller) Repairs() map[Repair]uint64 {
 	return gomaps.Clone(e.repairs)
 }
 
-// repair puts right what is not as it should be in the pod's namespace. A failure is logged when it is a new one; the next
-// look tries again.
-func (e *Enroller) repair(p *pod) {
-	err := e.tryRepair(p)
+// repair puts right what is not as it should be for the pod: in its network namespace if full, else only what no event tells
+// of; and in the maps, if have is given. A failure is logged when it is a new one; the next look tries again.
+func (e *Enroller) repair(p *pod, have *inMaps, full bool) {
+	var errs []error
+	if full {
+		errs = append(errs, e.tryRepair(p))
+	} else {
+		errs = append(errs, e.repairSysctls(p, &podNet{ns: p.ns, ipv6: p.ipv6}))
+	}
+	if have != nil {
+		errs = append(errs, e.repairSteer(p), e.repairMaps(p, have))
+	}
+	e.failed(p, errors.Join(errs...))
+}
+
+// failed notes how the last try to keep things as they should be ended.
+func (e *Enroller) failed(p *pod, err error) {
 	switch {
 	case err == nil:
 		p.failing = ""
@@ -169,35 +162,40 @@ func (e *Enroller) tryRepair(p *pod) error {
 		undo, err = n.addRouting(family)
 		done(RepairRouting, undo, err)
 	}
-	changed, err := n.setSysctls()
-	undo = nil
-	if changed != (maps.Restore{}) {
-		undo = func() error { return n.restoreSysctls(changed) }
-	}
-	done(RepairSysctl, undo, err)
+	p.ipv6 = n.ipv6
+	errs = append(errs, e.repairSysctls(p, n))
 	return errors.Join(errs...)
+}
+
+func (e *Enroller) repairSysctls(p *pod, n *podNet) error {
+	changed, err := n.setSysctls()
+	if err == nil && changed != (maps.Restore{}) {
+		e.repaired(p, RepairSysctl)
+	}
+	return err
 }
 
 // applyInterface tells the programs which interface the pod has, and whether the proxy has to be bound to one, when that has
 // changed.
 func (e *Enroller) applyInterface(p *pod, n *podNet) error {
-	entry, err := e.Datapath.Maps().Pod(p.ns.Cookie())
-	if errors.Is(err, ebpf.ErrKeyNotExist) {
-		return nil // on its way in, or out
-	}
+	exit, err := n.exit(p.ownAddrs)
 	if err != nil {
 		return err
 	}
-	exit, err := n.exit(p.ownAddrs)
-	if err != nil || entry.Interface == n.onlyInterface() && entry.Exit == exit {
+	entry := p.entry
+	entry.Interface, entry.Exit = n.onlyInterface(), exit
+	if entry == p.entry {
+		return nil
+	}
+	if err := e.Datapath.Maps().PutPod(p.ns.Cookie(), entry); err != nil {
 		return err
 	}
-	entry.Interface, entry.Exit = n.onlyInterface(), exit
-	return e.Datapath.Maps().PutPod(p.ns.Cookie(), entry)
+	p.entry = entry
+	return nil
 }
 
 func (e *Enroller) repaired(p *pod, kind Repair) {
-	e.Log.Warn("something was missing in a pod's network namespace, and is there again",
+	e.Log.Warn("something was not as it should be for a pod, and is again",
 		"what", string(kind), "pod", p.spec.String(), "uid", p.uid, "netns", p.ns.Path())
 	fault.Point("reconcile: " + string(kind))
 	e.mu.Lock()

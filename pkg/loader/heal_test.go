@@ -145,7 +145,7 @@ func sameMap(t *testing.T, a, b *ebpf.Map) bool {
 func TestAMapWithoutAPinIsFound(t *testing.T) {
 	b := bed.ForTest(t, bed.Options{})
 	d := open(t, b)
-	if err := d.Maps().CreateCounters(42); err != nil {
+	if _, err := d.Maps().CreateCounters(42); err != nil {
 		t.Fatal(err)
 	}
 	closeNow(t, d)

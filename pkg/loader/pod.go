@@ -69,6 +69,28 @@ func (d *Datapath) AttachSteer(ns *podns.NetNS, uid string, prog *ebpf.Program) 
 	return nil
 }
 
+// SteerProgram returns the id of the program that the pod's pinned link runs in the namespace; 0: there is no such pin, or its
+// link runs nothing there.
+func (d *Datapath) SteerProgram(ns *podns.NetNS, uid string) (ebpf.ProgramID, error) {
+	pin := filepath.Join(d.bpffs, podsDir, uid, steerLink)
+	l, err := link.LoadPinnedLink(pin, nil)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("open pinned link %s: %w", pin, err)
+	}
+	defer l.Close()
+	info, err := l.Info()
+	if err != nil {
+		return 0, fmt.Errorf("look at pinned link %s: %w", pin, err)
+	}
+	if on := info.NetNs(); on == nil || uint64(on.NetnsInode) != ns.Inode() {
+		return 0, nil
+	}
+	return info.Program, nil
+}
+
 // DetachSteer takes the pod's steer program away. That there is none is no error.
 func (d *Datapath) DetachSteer(uid string) error {
 	dir := filepath.Join(d.bpffs, podsDir, uid)

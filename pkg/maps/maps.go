@@ -190,6 +190,16 @@ func (m *Maps) OwnAddrs() (map[uint64]map[netip.Addr]int, error) {
 	return all, nil
 }
 
+// OwnAddr returns the index of the interface that carries an address of the pod; 0: it is not known as the pod's.
+func (m *Maps) OwnAddr(cookie uint64, addr netip.Addr) (ifindex int, err error) {
+	var value bpf.RedirectorOwnAddr
+	err = m.RedirectorMaps.OwnAddrs.Lookup(ownAddrKey(cookie, addr), &value)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return 0, fmt.Errorf("map own_addrs: look up %s of %d: %w", addr, cookie, err)
+	}
+	return int(value.Ifindex), nil
+}
+
 // ownAddrKey holds IPv4 addresses as ::ffff:a.b.c.d, as the programs do.
 func ownAddrKey(cookie uint64, addr netip.Addr) bpf.RedirectorOwnAddrKey {
 	return bpf.RedirectorOwnAddrKey{NetnsCookie: cookie, Addr: addr.As16()}
@@ -213,6 +223,21 @@ func (m *Maps) Listeners(cookie uint64) (map[uint16]int, error) {
 		return nil
 	})
 	return all, err
+}
+
+// HasListener says whether connections of the pod can be steered to a listener of the proxy's on the port.
+func (m *Maps) HasListener(cookie uint64, port uint16) (bool, error) {
+	for slot := range uint32(listenerSlots) {
+		var socket uint64 // its cookie
+		err := m.RedirectorMaps.Listeners.Lookup(bpf.RedirectorListenerKey{NetnsCookie: cookie, Port: uint32(port), Slot: slot}, &socket)
+		if err == nil {
+			return true, nil
+		}
+		if !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return false, fmt.Errorf("map listeners: look up port %d of %d: %w", port, cookie, err)
+		}
+	}
+	return false, nil
 }
 
 // PutListener has connections of the pod steered to a listening socket, as the sock_ops program does for those that it sees
@@ -356,22 +381,23 @@ type ProbeTarget struct {
 
 // PutProbeTarget makes the pod the owner of the address, whoever had it before.
 func (m *Maps) PutProbeTarget(addr netip.Addr, target ProbeTarget) error {
-	return m.putProbeTarget(addr, target, ebpf.UpdateAny)
+	_, err := m.putProbeTarget(addr, target, ebpf.UpdateAny)
+	return err
 }
 
-// KeepProbeTarget makes the pod the owner of the address if nobody is.
-func (m *Maps) KeepProbeTarget(addr netip.Addr, target ProbeTarget) error {
+// KeepProbeTarget makes the pod the owner of the address if nobody is, and says whether nobody was.
+func (m *Maps) KeepProbeTarget(addr netip.Addr, target ProbeTarget) (made bool, err error) {
 	return m.putProbeTarget(addr, target, ebpf.UpdateNoExist)
 }
 
-func (m *Maps) putProbeTarget(addr netip.Addr, target ProbeTarget, flags ebpf.MapUpdateFlags) error {
+func (m *Maps) putProbeTarget(addr netip.Addr, target ProbeTarget, flags ebpf.MapUpdateFlags) (made bool, err error) {
 	value := bpf.RedirectorProbeTarget{NetnsCookie: target.NetNSCookie}
 	putString(value.Uid[:], target.UID)
-	err := m.RedirectorMaps.ProbeTargets.Update(bpf.RedirectorProbeTargetKey{Addr: addr.As16()}, value, flags)
+	err = m.RedirectorMaps.ProbeTargets.Update(bpf.RedirectorProbeTargetKey{Addr: addr.As16()}, value, flags)
 	if err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-		return fmt.Errorf("map probe_targets: put %s: %w", addr, explain(err))
+		return false, fmt.Errorf("map probe_targets: put %s: %w", addr, explain(err))
 	}
-	return nil
+	return err == nil, nil
 }
 
 // DeleteProbeTarget takes the address out if the pod with that UID still owns it.
@@ -506,18 +532,37 @@ func snakeCase(name string) string {
 	return b.String()
 }
 
-// CreateCounters makes the pod's counters, all zero, unless they are there: programs count only what user space made.
-func (m *Maps) CreateCounters(cookie uint64) error {
+// CreateCounters makes the pod's counters, all zero, unless they are there: programs count only what user space
+// made. It says whether they were not.
+func (m *Maps) CreateCounters(cookie uint64) (made bool, err error) {
 	cpus, err := ebpf.PossibleCPU()
 	if err != nil {
-		return fmt.Errorf("map counters: %w", err)
+		return false, fmt.Errorf("map counters: %w", err)
 	}
 	zero := make([]bpf.RedirectorPodCounters, cpus)
 	err = m.RedirectorMaps.Counters.Update(bpf.RedirectorNetnsKey{NetnsCookie: cookie}, zero, ebpf.UpdateNoExist)
 	if err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-		return fmt.Errorf("map counters: put %d: %w", cookie, explain(err))
+		return false, fmt.Errorf("map counters: put %d: %w", cookie, explain(err))
 	}
-	return nil
+	return err == nil, nil
+}
+
+// Counted returns the netns cookies that have counters. It walks through the whole map.
+func (m *Maps) Counted() (map[uint64]bool, error) {
+	all := map[uint64]bool{}
+	var key, next bpf.RedirectorNetnsKey
+	err := m.RedirectorMaps.Counters.NextKey(nil, &next)
+	for ; err == nil; err = m.RedirectorMaps.Counters.NextKey(key, &next) {
+		if all[next.NetnsCookie] {
+			break // entries were removed meanwhile, and the walk has begun anew
+		}
+		key = next
+		all[key.NetnsCookie] = true
+	}
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, fmt.Errorf("map counters: iterate: %w", err)
+	}
+	return all, nil
 }
 
 // Counters returns the pod's counters, summed over all CPUs; the error wraps ebpf.ErrKeyNotExist when it has none.

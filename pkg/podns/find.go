@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"errors"
 	"fmt"
+	"io/fs"
 	"iter"
 	"os"
 	"path/filepath"
@@ -67,6 +68,45 @@ func Find(inode, cookie uint64) (*NetNS, error) {
 		_ = ns.Close()
 	}
 	return nil, fmt.Errorf("%w: no process is in net:[%d], and no mount holds it", ErrGone, inode)
+}
+
+// LedToBy says whether the path leads to the namespace.
+func (n *NetNS) LedToBy(path string) bool {
+	id, err := statNetNS(path)
+	return err == nil && id == n.id
+}
+
+// Lead returns a path that leads to the namespace: a mount's, or that of a process or thread that is in it; "" if there is
+// none. Descriptors and sockets that keep a namespace alive do not count, this handle being one. It fails when not all
+// processes can be looked at.
+func (n *NetNS) Lead() (string, error) {
+	paths, err := candidates()
+	if err != nil {
+		return "", err
+	}
+	threads, err := filepath.Glob("/proc/[0-9]*/task/[0-9]*/ns/net")
+	if err != nil {
+		return "", fmt.Errorf("look for network namespaces: %w", err)
+	}
+	for _, path := range append(paths, threads...) {
+		id, err := statNetNS(path)
+		if err == nil && id == n.id {
+			return path, nil
+		}
+		// That of pid 1 is the host's, which no NetNS is, and may be hidden.
+		if errors.Is(err, fs.ErrPermission) && !strings.HasPrefix(path, "/proc/1/") {
+			return "", fmt.Errorf("look for who is in %s: %w: run the agent with CAP_SYS_PTRACE", n.path, err)
+		}
+	}
+	// A mount that pid 1 sees and this process does not.
+	mounts, err := os.ReadFile("/proc/1/mountinfo")
+	if err != nil {
+		return "", fmt.Errorf("look for mounts of network namespaces: %w", err)
+	}
+	if strings.Contains(string(mounts), fmt.Sprintf(" net:[%d] ", n.id.ino)) {
+		return "/proc/1/mountinfo", nil
+	}
+	return "", nil
 }
 
 // candidates lists paths that may lead to network namespaces: mounts first, since they stay.

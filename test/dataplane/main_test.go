@@ -60,6 +60,8 @@ func TestMain(m *testing.M) {
 		os.Exit(prober(os.Args[1:]))
 	case "evade":
 		os.Exit(evade(os.Args[1:]))
+	case "sleeper": // a process that is in a namespace, and nothing else
+		time.Sleep(time.Hour)
 	case untraced:
 		fmt.Fprintln(os.Stderr, dropPtrace())
 		os.Exit(2)

@@ -14,6 +14,8 @@ const (
 	enroll   = "pkg/enroll/enroll.go"
 	loader   = "pkg/loader/pod.go"
 	takeover = "pkg/takeover/takeover.go"
+
+	reconcile = "pkg/enroll/reconcile.go"
 )
 
 // mutations are the rules of the dataplane, each taken out.
@@ -222,6 +224,11 @@ func mutations() []mutation {
 			old: "&flags, sizeof(flags)))\n\t\treturn PACKET_OPENS;", new: "&flags, sizeof(flags)))\n\t\treturn PACKET_OTHER;", tests: frames,
 		},
 		{
+			name: "seal: a pod without its entry in pods is open", file: tc,
+			old: "return pod_lookup(cookie) || bpf_map_lookup_elem(&counters, &key);", new: "return pod_lookup(cookie) != NULL;",
+			tests: "TestWhatDriftsIsRightAgain/the_entry_in_pods_is_removed",
+		},
+		{
 			name: "seal: IPv4 options hide the SYN", file: tc,
 			old: "offset + ip.ihl * 4", new: "offset + 20", tests: frames,
 		},
@@ -414,6 +421,40 @@ func mutations() []mutation {
 		{
 			name: "repair: no sysctl", file: watch,
 			old: "changed, err := n.setSysctls()", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
+		},
+		{
+			name: "repair: no steer program", file: reconcile,
+			old: "if err != nil || id != 0 && id == p.steer {", new: "if true || err != nil || id != 0 && id == p.steer {",
+			tests: "TestWhatDriftsIsRightAgain/the_steer",
+		},
+		{
+			name: "repair: no entry of pods", file: reconcile,
+			old: "if have.pods[cookie] != p.entry {", new: "if false {", tests: "TestWhatDriftsIsRightAgain/the_entry_in_pods",
+		},
+		{
+			name: "repair: no counters", file: reconcile,
+			old: "if !have.counted[cookie] {", new: "if false {", tests: "TestWhatDriftsIsRightAgain/the_entry_in_counters",
+		},
+		{
+			name: "repair: no own address", file: reconcile,
+			old: "if have.ownAddrs[cookie][addr] == ifindex {", new: "if true || ifindex > 0 {",
+			tests: "TestWhatDriftsIsRightAgain/.*own_addrs",
+		},
+		{
+			name: "repair: another's address stays the pod's", file: reconcile,
+			old: "if _, ok := p.ownAddrs[addr]; ok {", new: "if true {", tests: "TestWhatDriftsIsRightAgain/an_address",
+		},
+		{
+			name: "repair: stale entries stay", file: reconcile,
+			old: "return !captured && e.byCookie[cookie] == nil", new: "return false && !captured", tests: "TestStaleEntriesAreRemoved",
+		},
+		{
+			name: "reconcile: a pod stays where its path does not lead any more", file: reconcile,
+			old: "if r.fit(ns, &spec) {", new: "if false {", tests: "TestAPodMovesToTheNamespaceThatItsPathLeadsTo",
+		},
+		{
+			name: "reconcile: a pod whose namespace is gone stays", file: reconcile,
+			old: "if p.unused < 2 {", new: "if true {", tests: "TestAPodWhoseNamespaceIsGoneIsForgotten",
 		},
 		{
 			name: "repair: a seal behind another filter is good enough", file: loader,

@@ -7,6 +7,8 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -77,6 +79,14 @@ func writeStatus(w io.Writer, s *api.Status, now time.Time) error {
 
 	fmt.Fprintln(w, "\ncounters, of all enrolled pods:")
 	s.Counters.Each(func(name string, value uint64) { fmt.Fprintf(tw, "  %s\t%d\n", name, value) })
+	if err := tw.Flush(); err != nil {
+		return err
+	}
+
+	fmt.Fprintln(w, "\nrepairs, since the agent's start:")
+	for _, kind := range slices.Sorted(maps.Keys(s.Repairs)) {
+		fmt.Fprintf(tw, "  %s\t%d\n", kind, s.Repairs[kind])
+	}
 	if err := tw.Flush(); err != nil {
 		return err
 	}

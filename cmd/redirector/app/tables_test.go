@@ -65,6 +65,7 @@ func TestStatusTable(t *testing.T) {
 		},
 		Pods:          api.PodCounts{Enrolled: 2, Pending: 1, Unnamed: 1},
 		Counters:      maps.Counters{OutboundCaptured: 12, SealDropped: 3},
+		Repairs:       map[enroll.Repair]uint64{enroll.RepairSeal: 1, enroll.RepairRouting: 2},
 		AdmittedFlows: 7,
 		Warnings: []api.Warning{
 			{Reason: api.ReasonNoProxy, Message: "nobody is there", Remedy: "start one"},
@@ -97,15 +98,18 @@ counters, of all enrolled pods:
 	if d := cmp.Diff(strings.TrimPrefix(want, "\n"), head+"pods:\n"); d != "" || !ok {
 		t.Error(d)
 	}
-	counters, warnings, _ := strings.Cut(rest, "\n\n")
+	counters, rest, _ := strings.Cut(rest, "\n\n")
+	repairs, warnings, _ := strings.Cut(rest, "\n\n")
+	if d := cmp.Diff("repairs, since the agent's start:\n  routing  2\n  seal     1", repairs); d != "" {
+		t.Error(d)
+	}
 	// Which there are is for bpf/redirector.h to say.
 	for _, line := range []string{"  outbound_captured     12", "  seal_dropped          3", "  inbound_steered       0"} {
 		if !strings.Contains(counters+"\n", line+"\n") {
 			t.Errorf("there is no %q in\n%s", line, counters)
 		}
 	}
-	want = `
-warnings: 3
+	want = `warnings: 3
   nobody is there
     -> start one
   pod shop/web (u): it has a mark
