@@ -97,7 +97,10 @@ static __always_inline const struct node_config *host_config(struct bpf_sock_add
 	return is_host(bpf_get_netns_cookie(ctx)) ? config_read() : NULL;
 }
 
-/* redir_connect4: a probe of an enrolled pod gets the probe address as its source. */
+/*
+ * redir_connect4: on the host, a probe of an enrolled pod gets the probe address as its source; elsewhere, what is for a DNS
+ * server goes to the proxy (dns.c).
+ */
 SEC("cgroup/connect4")
 int redir_connect4(struct bpf_sock_addr *ctx)
 {
@@ -107,7 +110,7 @@ int redir_connect4(struct bpf_sock_addr *ctx)
 	__u64 target;
 
 	if (!cfg)
-		return 1;
+		return dns_connect4(ctx);
 	addr_from_v4(&dst, ctx->user_ip4);
 	target = probe_target_of(ctx, cfg, &dst);
 	if (target && cfg->probe_identity == PROBE_IDENTITY_SNAT) {
@@ -131,9 +134,9 @@ int redir_connect6(struct bpf_sock_addr *ctx)
 	__u64 target;
 
 	if (!cfg)
-		return 1;
+		return dns_connect6(ctx);
 	addr_from_v6(&dst, ctx, user_ip6);
-	mapped = !dst.words[0] && !dst.words[1] && dst.words[2] == bpf_htonl(0xffff);
+	mapped = addr_is_mapped(&dst);
 	target = probe_target_of(ctx, cfg, &dst);
 	if (target && cfg->probe_identity == PROBE_IDENTITY_SNAT) {
 		__builtin_memcpy(&source.sin6_addr, mapped ? cfg->probe_addr_v4 : cfg->probe_addr_v6,

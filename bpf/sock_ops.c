@@ -41,9 +41,6 @@ static __always_inline int set_mark(struct bpf_sock_ops *ctx, __u32 old, __u32 m
 	return bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &new, sizeof(new));
 }
 
-/* An empty name unbinds. */
-#define bind_to_device(ctx, name) bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, (void *)(name), sizeof(name))
-
 /*
  * The last moment before the SYN is made: source address and port are chosen by the pod's own routes and stay. Plain
  * connects, Fast Open, MPTCP subflows and v4-mapped sockets all pass here.
@@ -149,7 +146,8 @@ static __always_inline void on_accepted(struct bpf_sock_ops *ctx, struct bpf_soc
 	if (!addr_is_own(cookie, &local))
 		return;
 	if (mark == MARK_PROXY) {
-		if (!pod->ifname[0])
+		/* A DNS query by TCP comes over lo, and so must the answer go. */
+		if (!pod->ifname[0] || addr_is_loopback(&local))
 			return;
 		__builtin_memcpy(device, pod->ifname, sizeof(device));
 	}

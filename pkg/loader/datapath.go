@@ -187,6 +187,12 @@ var nodePrograms = []struct {
 	// What leaves notes with sockets comes before what reads them, and what marks comes last.
 	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate},
 	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt},
+	{"recvmsg4", bpf.RedirectorProgRedirRecvmsg4, ebpf.AttachCGroupUDP4Recvmsg},
+	{"recvmsg6", bpf.RedirectorProgRedirRecvmsg6, ebpf.AttachCGroupUDP6Recvmsg},
+	{"getpeername4", bpf.RedirectorProgRedirGetpeername4, ebpf.AttachCgroupInet4GetPeername},
+	{"getpeername6", bpf.RedirectorProgRedirGetpeername6, ebpf.AttachCgroupInet6GetPeername},
+	{"sendmsg4", bpf.RedirectorProgRedirSendmsg4, ebpf.AttachCGroupUDP4Sendmsg},
+	{"sendmsg6", bpf.RedirectorProgRedirSendmsg6, ebpf.AttachCGroupUDP6Sendmsg},
 	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect},
 	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect},
 	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps},
@@ -309,6 +315,8 @@ func (d *Datapath) byName() map[string]*ebpf.Map {
 		bpf.RedirectorMapProbeTargets: m.RedirectorMaps.ProbeTargets,
 		bpf.RedirectorMapCgroups:      m.RedirectorMaps.Cgroups,
 		bpf.RedirectorMapSockets:      m.RedirectorMaps.Sockets,
+		bpf.RedirectorMapDnsNotes:     m.RedirectorMaps.DnsNotes,
+		bpf.RedirectorMapDnsBounds:    m.RedirectorMaps.DnsBounds,
 	}
 }
 
