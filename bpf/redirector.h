@@ -216,8 +216,9 @@ struct pod_counters {
 	__u64 listeners_rejected;   /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
 	__u64 unbound_listeners;    /* app listeners that were bound to a device, and are so no more */
 	__u64 marked_listeners;     /* app listeners with a mark of their own: proxied inbound connections fail there */
-	__u64 dns_captured; /* connect() or datagrams of unconnected sockets, to a DNS server: sent to the proxy */
-	__u64 dns_refused;  /* the same that could not be sent to the proxy, and went nowhere */
+	__u64 dns_captured;   /* connect() or datagrams of unconnected sockets, to a DNS server: sent to the proxy */
+	__u64 dns_refused;    /* the same that could not be sent to the proxy, and went nowhere */
+	__u64 strays_dropped; /* packets on their way out that are for loopback, or for the proxy's DNS answers only */
 };
 
 /* The DNS servers that one socket can have queries with at the same time. With more, the first is forgotten. */

@@ -143,6 +143,7 @@ type RedirectorPodCounters struct {
 	MarkedListeners    uint64
 	DnsCaptured        uint64
 	DnsRefused         uint64
+	StraysDropped      uint64
 }
 
 type RedirectorProbeIdentity uint32

@@ -602,6 +602,53 @@ func TestDNSWithoutAProxy(t *testing.T) {
 	}
 }
 
+// What answers a query that nobody waits for any more, or cannot be answered, stays in the pod; so does a query on a socket
+// that insists on an interface.
+func TestNothingOfCapturedDNSLeavesThePod(t *testing.T) {
+	n := newNode(t)
+	pod := n.dnsPod("pod", true)
+	eachFamily(t, func(t *testing.T, family string) {
+		server := netip.AddrPortFrom(addr(n.Outside, family), 53)
+		// Nobody listens on the proxy's port: the kernel tells the tag.
+		if err := openUDP(t, pod, dnsSocketSpec{family: family}).sendTo(query(1, "name.test.", family), server); err != nil {
+			t.Fatal(err)
+		}
+		if family == "IPv6" {
+			eventually(t, "the error is dropped", func() bool { return n.counters(pod).StraysDropped == 1 })
+		}
+	})
+	for _, family := range []string{"IPv4", "IPv6"} {
+		t.Run("unicast interface/"+family, func(t *testing.T) {
+			before := n.counters(pod).StraysDropped
+			s := openUDP(t, pod, dnsSocketSpec{family: family})
+			var link *net.Interface
+			err := pod.Do(func() (err error) {
+				link, err = net.InterfaceByName(pod.Link)
+				return err
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			level, option := unix.SOL_IP, unix.IP_UNICAST_IF
+			if family == "IPv6" {
+				level, option = unix.SOL_IPV6, unix.IPV6_UNICAST_IF
+			}
+			index := binary.NativeEndian.Uint32(binary.BigEndian.AppendUint32(nil, uint32(link.Index)))
+			if err := unix.SetsockoptInt(s.fd, level, option, int(index)); err != nil {
+				t.Fatal(err)
+			}
+			server := netip.AddrPortFrom(addr(n.Outside, family), 53)
+			if err := s.connect(server); err != nil {
+				return // it went nowhere
+			}
+			if err := s.send(query(1, "name.test.", family)); err != nil {
+				return
+			}
+			eventually(t, "the query is dropped", func() bool { return n.counters(pod).StraysDropped > before })
+		})
+	}
+}
+
 // Sockets that were connected before go on with whom they are connected to, both when capture begins and when it ends.
 func TestDNSSocketsOutliveAChange(t *testing.T) {
 	n := newNode(t)
