@@ -33,8 +33,8 @@ TESTFLAGS ?=
 KERNELS := 5.10 6.1 6.12 newest
 KERNEL ?= $(KERNELS)
 RUN ?=
-# Packages whose tests need more than a kernel: the go command, QEMU, or many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix
+# Packages whose tests need more than a kernel: the go command, QEMU, Debian's resolvers, or many minutes.
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/resolvers
 VMFLAGS ?=
 
 .PHONY: help

@@ -8,8 +8,12 @@ set -euo pipefail
 # A group is a list of TOOL=PACKAGE; a tool is a command, or an absolute path.
 group() {
 	case $1 in
-	test) ;; # the tests need Go and nothing else
-	race) echo gcc=gcc /usr/include/stdlib.h=libc6-dev ;;
+	# Resolvers that test/resolvers asks with; the other tests need Go and nothing else.
+	test) echo dig=bind9-dnsutils musl-gcc=musl-tools gcc=gcc python3=python3 unshare=util-linux mount=mount ;;
+	race)
+		group test
+		echo /usr/include/stdlib.h=libc6-dev
+		;;
 	format) echo clang-format-19=clang-format-19 ;;
 	generate)
 		echo clang-19=clang-19 llvm-strip-19=llvm-19 protoc=protobuf-compiler
