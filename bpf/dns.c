@@ -38,6 +38,12 @@ static __always_inline bool addr_is_zero(const __u8 *a)
 	return !(x[0] | x[1]);
 }
 
+/* To no address in particular: the kernel takes that for loopback. */
+static __always_inline bool addr_is_unspecified(const union ip_addr *a)
+{
+	return !a->words[3] && (addr_is_mapped(a) || addr_is_zero(a->bytes));
+}
+
 /* The tag that an address carries, or -1. */
 static __always_inline int dns_tag_of(const union ip_addr *a)
 {
@@ -58,7 +64,7 @@ static __always_inline bool dns_is_captured(struct bpf_sock_addr *ctx, __u64 coo
 	if (ctx->protocol != IPPROTO_UDP && ctx->protocol != IPPROTO_TCP)
 		return false;
 	pod = pod_lookup(cookie);
-	if (!pod || !pod->dns_capture || addr_is_loopback(dst))
+	if (!pod || !pod->dns_capture || addr_is_loopback(dst) || addr_is_unspecified(dst))
 		return false;
 	return !ctx->sk || !socket_is_proxys(ctx->sk);
 }
@@ -224,10 +230,13 @@ static __always_inline bool dns_client_addr(struct bpf_sock_addr *ctx, int tag, 
 	return true;
 }
 
-/* Is it a socket of the port that answers? Who made it does not matter: nobody else answers to a tag. */
-static __always_inline bool dns_socket_answers(struct bpf_sock_addr *ctx)
+/*
+ * The tag that is answered to, or -1 if it is no answer. Who made the socket does not matter: nobody else sends to a tag from
+ * the port that answers.
+ */
+static __always_inline int dns_answered_tag(struct bpf_sock_addr *ctx, const union ip_addr *dst)
 {
-	return ctx->sk && ctx->sk->src_port == PORT_DNS;
+	return ctx->sk && ctx->sk->src_port == PORT_DNS ? dns_tag_of(dst) : -1;
 }
 
 /* redir_sendmsg4: an IPv4 query of a socket that is not connected, or the proxy's answer to one. */
@@ -240,16 +249,16 @@ int redir_sendmsg4(struct bpf_sock_addr *ctx)
 	int answers;
 
 	addr_from_v4(&dst, ctx->user_ip4);
-	if (ctx->user_port != bpf_htons(PORT_DOMAIN) || dst.bytes[12] == 127) {
-		answers = dns_tag_of(&dst);
-		if (answers < 0 || !dns_socket_answers(ctx))
-			return 1;
+	answers = dns_answered_tag(ctx, &dst);
+	if (answers >= 0) {
 		if (!dns_client_addr(ctx, answers, &other))
 			return 0;
 		ctx->msg_src_ip4 = dst.words[3];
 		ctx->user_ip4 = addr_is_zero(other.bytes) ? bpf_htonl(0x7f000001) : other.words[3];
 		return 1;
 	}
+	if (ctx->user_port != bpf_htons(PORT_DOMAIN))
+		return 1;
 	cookie = bpf_get_netns_cookie(ctx);
 	if (!dns_is_captured(ctx, cookie, &dst))
 		return 1;
@@ -295,13 +304,9 @@ int redir_sendmsg6(struct bpf_sock_addr *ctx)
 	__u64 cookie;
 	int answers;
 
-	if (ctx->user_port != bpf_htons(PORT_DOMAIN)) {
-		if (!dns_socket_answers(ctx))
-			return 1;
-		addr_from_v6(&dst, ctx, user_ip6);
-		answers = dns_tag_of(&dst);
-		if (answers < 0)
-			return 1;
+	addr_from_v6(&dst, ctx, user_ip6);
+	answers = dns_answered_tag(ctx, &dst);
+	if (answers >= 0) {
 		if (!dns_client_addr(ctx, answers, &other))
 			return 0;
 		if (addr_is_zero(other.bytes))
@@ -310,8 +315,9 @@ int redir_sendmsg6(struct bpf_sock_addr *ctx)
 		ctx_write_v6(ctx, user_ip6, other.words[0], other.words[1], other.words[2], other.words[3]);
 		return 1;
 	}
+	if (ctx->user_port != bpf_htons(PORT_DOMAIN))
+		return 1;
 	cookie = bpf_get_netns_cookie(ctx);
-	addr_from_v6(&dst, ctx, user_ip6);
 	if (!dns_is_captured(ctx, cookie, &dst))
 		return 1;
 	__builtin_memset(&other, 0, sizeof(other));
