@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"golang.org/x/net/dns/dnsmessage"
+	netipv4 "golang.org/x/net/ipv4"
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/test/agent"
@@ -157,6 +158,15 @@ type dnsSocket struct {
 	fd     int
 	mapped bool // it is of AF_INET6, and talks IPv4
 	domain int
+	closed bool
+}
+
+// close may be called again.
+func (s *dnsSocket) close() {
+	if !s.closed {
+		s.closed = true
+		_ = unix.Close(s.fd)
+	}
 }
 
 // dnsSocketSpec says how to make one; the zero value is an unbound socket of IPv4.
@@ -181,7 +191,7 @@ func openUDP(t *testing.T, ns *bed.NS, spec dnsSocketSpec) *dnsSocket {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = unix.Close(s.fd) })
+	t.Cleanup(s.close)
 	timeout := unix.NsecToTimeval(patience.Nanoseconds())
 	err = unix.SetsockoptTimeval(s.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout)
 	if err == nil && spec.mark != 0 {
@@ -226,6 +236,9 @@ func (s *dnsSocket) send(message []byte) error {
 func (s *dnsSocket) receive() (id uint16, addr netip.Addr, from netip.AddrPort, err error) {
 	message := make([]byte, 4096)
 	n, sa, err := unix.Recvfrom(s.fd, message, 0)
+	for errors.Is(err, unix.EINTR) {
+		n, sa, err = unix.Recvfrom(s.fd, message, 0)
+	}
 	if err != nil {
 		return 0, addr, from, err
 	}
@@ -633,35 +646,80 @@ func TestNothingOfCapturedDNSLeavesThePod(t *testing.T) {
 			eventually(t, "the error is dropped", func() bool { return n.counters(pod).StraysDropped == 1 })
 		}
 	})
+	t.Run("link-local server", func(t *testing.T) {
+		before := n.counters(pod).StraysDropped
+		s := openUDP(t, pod, dnsSocketSpec{family: "IPv6"})
+		server := &unix.SockaddrInet6{Port: 53, ZoneId: uint32(linkOf(t, pod, pod.Link).Attrs().Index), Addr: netip.MustParseAddr("fe80::53").As16()}
+		if err := unix.Sendto(s.fd, query(1, "name.test.", "IPv6"), 0, server); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the query is dropped", func() bool { return n.counters(pod).StraysDropped > before })
+	})
 	for _, family := range []string{"IPv4", "IPv6"} {
 		t.Run("unicast interface/"+family, func(t *testing.T) {
 			before := n.counters(pod).StraysDropped
 			s := openUDP(t, pod, dnsSocketSpec{family: family})
-			var link *net.Interface
-			err := pod.Do(func() (err error) {
-				link, err = net.InterfaceByName(pod.Link)
-				return err
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
 			level, option := unix.SOL_IP, unix.IP_UNICAST_IF
 			if family == "IPv6" {
 				level, option = unix.SOL_IPV6, unix.IPV6_UNICAST_IF
 			}
-			index := binary.NativeEndian.Uint32(binary.BigEndian.AppendUint32(nil, uint32(link.Index)))
+			index := binary.NativeEndian.Uint32(binary.BigEndian.AppendUint32(nil, uint32(linkOf(t, pod, pod.Link).Attrs().Index)))
 			if err := unix.SetsockoptInt(s.fd, level, option, int(index)); err != nil {
 				t.Fatal(err)
 			}
 			server := netip.AddrPortFrom(addr(n.Outside, family), 53)
 			if err := s.connect(server); err != nil {
-				return // it went nowhere
+				t.Fatal(err)
 			}
 			if err := s.send(query(1, "name.test.", family)); err != nil {
-				return
+				t.Fatal(err)
 			}
 			eventually(t, "the query is dropped", func() bool { return n.counters(pod).StraysDropped > before })
 		})
+	}
+}
+
+// sendmmsg and recvmmsg pass the same programs, once per message.
+func TestDNSInBatches(t *testing.T) {
+	n := newNode(t)
+	n.startProxy()
+	pod := n.dnsPod("pod", true)
+	var c net.PacketConn
+	err := pod.Do(func() (err error) {
+		c, err = net.ListenUDP("udp4", nil)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(patience))
+	batches := netipv4.NewPacketConn(c)
+	const servers = 4
+	var queries []netipv4.Message
+	for i := range servers {
+		server := &net.UDPAddr{IP: net.IPv4(198, 51, 100, byte(i)), Port: 53}
+		queries = append(queries, netipv4.Message{Buffers: [][]byte{query(uint16(i), "name.test.", "IPv4")}, Addr: server})
+	}
+	if sent, err := batches.WriteBatch(queries, 0); err != nil || sent != servers {
+		t.Fatalf("sent %d: %v", sent, err)
+	}
+	for got := 0; got < servers; {
+		answers := make([]netipv4.Message, servers)
+		for i := range answers {
+			answers[i].Buffers = [][]byte{make([]byte, 512)}
+		}
+		read, err := batches.ReadBatch(answers, 0)
+		if err != nil {
+			t.Fatalf("%v after %d answers", err, got)
+		}
+		for _, a := range answers[:read] {
+			id, addr, err := answered(a.Buffers[0][:a.N])
+			if want := fmt.Sprintf("198.51.100.%d:53", id); err != nil || addr != nodeproxy.DNSAnswerV4 || a.Addr.String() != want {
+				t.Errorf("received %d: %s from %s, %v; want it from %s", id, addr, a.Addr, err, want)
+			}
+		}
+		got += read
 	}
 }
 
@@ -806,7 +864,7 @@ func TestManyDNSQueries(t *testing.T) {
 					return
 				}
 				s.expect(t, uint16(i), proxyAnswer(family), to)
-				_ = unix.Shutdown(s.fd, unix.SHUT_RDWR)
+				s.close()
 			}
 		})
 	}

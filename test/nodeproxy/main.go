@@ -59,7 +59,8 @@ func parseArgs(args []string, help io.Writer) (cfg Config, logPath string, err e
 	fs.BoolVar(&cfg.Hold, "hold", false, "accept connections, but never proxy them")
 	fs.DurationVar(&cfg.HelloDelay, "hello-delay", 0, "`TIME` to wait before saying hello to the agent")
 	fs.DurationVar(&cfg.Drain, "drain", DefaultDrain, "`TIME` that connections may take to finish on SIGTERM")
-	fs.TextVar(&cfg.DNSUpstream, "dns-upstream", netip.AddrPort{}, "`ADDRESS:PORT` of the DNS server to ask for names below "+UpstreamDomain)
+	fs.TextVar(&cfg.DNSUpstream, "dns-upstream", netip.AddrPort{},
+		"`ADDRESS:PORT` of the DNS server to ask for names below "+UpstreamDomain)
 	fs.Func("dns-upstream-port", "`PORT` to ask it from (default any)", func(s string) error {
 		port, err := strconv.ParseUint(s, 10, 16)
 		cfg.DNSUpstreamPort = uint16(port)

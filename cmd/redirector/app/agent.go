@@ -96,7 +96,8 @@ nothing counts as unset.`,
 	flags.Var(&o.proxyIdentity, "proxy-identity", "what makes a socket the node proxy's: its mark and the cgroup that made it (cgroup), or the mark alone (mark)")
 	flags.Var(&addrFlag{&o.probes.V4, hostprobe.ParseV4}, "host-probe-snat-ip", "IPv4 address that probes come from")
 	flags.Var(&addrFlag{&o.probes.V6, hostprobe.ParseV6}, "host-probe-snat-ipv6", "IPv6 address that probes come from")
-	flags.BoolVar(&o.dnsCapture, "dns-capture", true, "send the DNS queries of pods to the node proxy, of those that do not say it themselves")
+	flags.BoolVar(&o.dnsCapture, "dns-capture", true,
+		"send the DNS queries of pods to the node proxy, of those that do not say it themselves")
 	for _, name := range []string{
 		"standalone", "cgroup", "log-level", "log-format",
 		"probe-source", "probe-identity", "proxy-identity", "host-probe-snat-ip", "host-probe-snat-ipv6",

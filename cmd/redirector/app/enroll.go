@@ -60,7 +60,8 @@ is never the host's. /proc/self/ns/net stands for the namespace that this comman
 	flags.StringVar(&o.serviceAccount, "service-account", "", "the pod's service account, part of its identity in the mesh")
 	flags.StringVar(&o.netns, "netns", "", "path of the pod's network namespace")
 	flags.StringSliceVar(&o.ips, "ip", nil, "addresses of which the namespace must have one (default: any namespace will do)")
-	flags.BoolVar(&o.dnsCapture, "dns-capture", false, "send the pod's DNS queries to the node proxy, or do not (default: as the agent does)")
+	flags.BoolVar(&o.dnsCapture, "dns-capture", false,
+		"send the pod's DNS queries to the node proxy, or do not (default: as the agent does)")
 	flags.BoolVar(&o.waitProxy, "wait-proxy", true, "wait until a node proxy runs for the pod")
 	flags.DurationVar(&o.timeout, "timeout", 10*time.Second, "how long to wait for it")
 	addRunDir(flags, &o.runDir)
