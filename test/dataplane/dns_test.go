@@ -692,7 +692,7 @@ func TestDNSInBatches(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.Close()
+	t.Cleanup(func() { _ = c.Close() })
 	_ = c.SetDeadline(time.Now().Add(patience))
 	batches := netipv4.NewPacketConn(c)
 	const servers = 4

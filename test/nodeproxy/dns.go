@@ -52,7 +52,7 @@ func startDNS(ns *netns) (*dnsServer, error) {
 				return fmt.Errorf("listen for DNS by UDP: %w", err)
 			}
 			p, err := net.FilePacketConn(packet) // makes its own duplicate
-			if err = errors.Join(err, packet.Close()); err != nil {
+			if err := errors.Join(err, packet.Close()); err != nil {
 				return err
 			}
 			s.packets = append(s.packets, p)
@@ -61,7 +61,7 @@ func startDNS(ns *netns) (*dnsServer, error) {
 				return fmt.Errorf("listen for DNS by TCP: %w", err)
 			}
 			l, err := net.FileListener(stream)
-			if err = errors.Join(err, stream.Close()); err != nil {
+			if err := errors.Join(err, stream.Close()); err != nil {
 				return err
 			}
 			s.streams = append(s.streams, l)
@@ -270,12 +270,12 @@ func connectUpstream(fd, family int, server netip.AddrPort, port uint16) error {
 	if err := setsockopt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1, "SO_REUSEPORT"); err != nil {
 		return err
 	}
-	local := unix.Sockaddr(&unix.SockaddrInet4{Port: int(port)})
-	remote := unix.Sockaddr(&unix.SockaddrInet4{Port: int(server.Port())})
+	var local, remote unix.Sockaddr
 	if family == unix.AF_INET6 {
 		local = &unix.SockaddrInet6{Port: int(port)}
 		remote = &unix.SockaddrInet6{Port: int(server.Port()), Addr: server.Addr().As16()}
 	} else {
+		local = &unix.SockaddrInet4{Port: int(port)}
 		remote = &unix.SockaddrInet4{Port: int(server.Port()), Addr: server.Addr().As4()}
 	}
 	if err := unix.Bind(fd, local); err != nil {
