@@ -14,6 +14,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
 	"golang.org/x/net/dns/dnsmessage"
 	netipv4 "golang.org/x/net/ipv4"
@@ -221,6 +222,16 @@ func (s *dnsSocket) sockaddr(a netip.AddrPort) unix.Sockaddr {
 
 func (s *dnsSocket) connect(server netip.AddrPort) error {
 	return unix.Connect(s.fd, s.sockaddr(server))
+}
+
+// disconnect connects to nobody, which no program is told of.
+func (s *dnsSocket) disconnect() error {
+	nobody := unix.RawSockaddr{Family: unix.AF_UNSPEC}
+	_, _, errno := unix.Syscall(unix.SYS_CONNECT, uintptr(s.fd), uintptr(unsafe.Pointer(&nobody)), unsafe.Sizeof(nobody))
+	if errno != 0 {
+		return errno
+	}
+	return nil
 }
 
 func (s *dnsSocket) sendTo(message []byte, server netip.AddrPort) error {
@@ -481,6 +492,7 @@ func TestDNSThatIsLeftAlone(t *testing.T) {
 	off := n.dnsPod("off", false)
 	serveDNS(t, n.Outside, netip.Addr{}, 53)
 	serveDNS(t, n.Outside, netip.Addr{}, 5353)
+	serveDNS(t, n.Outside, netip.Addr{}, nodeproxy.PortDNS)
 	serveDNS(t, pod, netip.MustParseAddr("127.0.0.53"), 53)
 	serveDNS(t, pod, netip.MustParseAddr("127.0.0.1"), 53)
 	serveDNS(t, pod, netip.IPv6Loopback(), 53)
@@ -517,6 +529,23 @@ func TestDNSThatIsLeftAlone(t *testing.T) {
 				s.expect(t, 2, serverAnswer(family), kind.server)
 			})
 		}
+		t.Run("another's answer from the proxy's port", func(t *testing.T) {
+			if family == "IPv6" {
+				return // the kernel's IPv6 sockets go on hearing only whom they were connected to
+			}
+			s := openUDP(t, pod, dnsSocketSpec{family: family})
+			if err := s.connect(netip.AddrPortFrom(outside, 53)); err != nil {
+				t.Fatal(err)
+			}
+			if err := s.disconnect(); err != nil {
+				t.Fatal(err)
+			}
+			other := netip.AddrPortFrom(outside, nodeproxy.PortDNS)
+			if err := s.sendTo(query(1, "name.test.", family), other); err != nil {
+				t.Fatal(err)
+			}
+			s.expect(t, 1, serverAnswer(family), other)
+		})
 		t.Run("no address in particular", func(t *testing.T) {
 			s := openUDP(t, pod, dnsSocketSpec{family: family})
 			if err := s.sendTo(query(1, "name.test.", family), netip.AddrPortFrom(unspecified(outside), 53)); err != nil {

@@ -167,7 +167,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "dns: a socket that sends stays bound to its device", file: dns,
-			old: "if (bind_to_device(ctx, none) || !addr_is_zero(bound->bytes))", new: "if (!addr_is_zero(bound->bytes))", tests: captured + "IPv4/bound_to_a_device$",
+			old: "if (bind_to_device(ctx, none) || !addr_is_zero(bound->bytes))", new: "if ((0 && bind_to_device(ctx, none)) || !addr_is_zero(bound->bytes))", tests: captured + "IPv4/bound_to_a_device$",
 		},
 		{
 			name: "dns: the first datagram of a socket bound to a device is sent like the others", file: dns,
