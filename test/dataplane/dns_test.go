@@ -201,7 +201,8 @@ func openUDP(t *testing.T, ns *bed.NS, spec dnsSocketSpec) *dnsSocket {
 	if err == nil && spec.device != "" {
 		err = unix.BindToDevice(s.fd, spec.device)
 	}
-	if err == nil {
+	if err == nil && spec.local.IsValid() {
+		// Not without: the kernel would choose ports that other such sockets have.
 		err = unix.SetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1)
 	}
 	if err == nil && spec.local.IsValid() {
