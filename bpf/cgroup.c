@@ -120,7 +120,10 @@ static __always_inline void prepare_proxy(struct bpf_sock_addr *ctx, struct bpf_
 		bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &mark, sizeof(mark));
 }
 
-/* redir_connect4: a probe of an enrolled pod gets the probe address as its source. */
+/*
+ * redir_connect4: on the host, a probe of an enrolled pod gets the probe address as its source; elsewhere, what is for a DNS
+ * server goes to the proxy (dns.c).
+ */
 SEC("cgroup/connect4")
 int redir_connect4(struct bpf_sock_addr *ctx)
 {
@@ -136,7 +139,7 @@ int redir_connect4(struct bpf_sock_addr *ctx)
 		prepare_proxy(ctx, sk, &src, &dst);
 	}
 	if (!cfg)
-		return 1;
+		return dns_connect4(ctx);
 	target = probe_target_of(ctx, cfg, &dst);
 	if (target && cfg->probe_identity == PROBE_IDENTITY_SNAT) {
 		__builtin_memcpy(&source.sin_addr, &cfg->probe_addr_v4[12], sizeof(source.sin_addr));
@@ -169,8 +172,8 @@ int redir_connect6(struct bpf_sock_addr *ctx)
 			prepare_proxy(ctx, sk, &src, &dst);
 	}
 	if (!cfg)
-		return 1;
-	mapped = !dst.words[0] && !dst.words[1] && dst.words[2] == bpf_htonl(0xffff);
+		return dns_connect6(ctx);
+	mapped = addr_is_mapped(&dst);
 	target = probe_target_of(ctx, cfg, &dst);
 	if (target && cfg->probe_identity == PROBE_IDENTITY_SNAT) {
 		__builtin_memcpy(&source.sin6_addr, mapped ? cfg->probe_addr_v4 : cfg->probe_addr_v6,

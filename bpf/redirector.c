@@ -4,6 +4,7 @@
 /* One object with all programs and maps, so that user space gets every type once. */
 #include "redirector.h"
 
+#include "dns.c"
 #include "cgroup.c"
 #include "sk_lookup.c"
 #include "sock_ops.c"

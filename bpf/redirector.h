@@ -46,6 +46,10 @@
 #define PORT_OUTBOUND 15001
 #define PORT_INBOUND 15006
 #define PORT_HBONE 15008
+#define PORT_DNS 15053
+
+/* Where DNS queries are for. */
+#define PORT_DOMAIN 53
 
 /*
  * A listener of the proxy is in the map twice: in the slot of the newest for its family, where it takes the place of the
@@ -67,6 +71,7 @@
 #define MAX_ADMITTED 65536
 #define MAX_PROBE_TARGETS 65536
 #define MAX_CGROUPS 1024
+#define MAX_DNS_BOUND 16384
 
 /* Names a pod by its network namespace. */
 struct netns_key {
@@ -214,6 +219,30 @@ struct pod_counters {
 	__u64 listeners_rejected; /* proxy listeners that cannot be steered to: all slots taken, or MPTCP */
 	__u64 unbound_listeners;  /* app listeners that were bound to a device, and are so no more */
 	__u64 marked_listeners;   /* app listeners with a mark of their own: proxied inbound connections fail there */
+	__u64 dns_captured;   /* connect() or datagrams of unconnected sockets, to a DNS server: sent to the proxy */
+	__u64 dns_refused;    /* the same that could not be sent to the proxy, and went nowhere */
+	__u64 strays_dropped; /* packets on their way out that are for loopback, or for the proxy's DNS answers only */
+};
+
+/* The DNS servers that one socket can have queries with at the same time. With more, the first is forgotten. */
+#define DNS_SERVERS 16
+
+/* Which DNS servers a socket has asked, while it was the proxy that got the queries. */
+struct dns_note {
+	__u8 connected[16]; /* whom the socket is connected to, or whose answers come without a tag; all zero: nobody */
+	__u8 servers[DNS_SERVERS][16]; /* by tag */
+	__u32 used;                    /* how many tags were given out; the next is this modulo DNS_SERVERS */
+};
+
+/* A socket that is bound to an address, as the proxy sees it. */
+struct dns_bound_key {
+	__u64 netns_cookie;
+	__u32 tag;
+	__u32 port;
+};
+
+struct dns_bound {
+	__u8 addr[16];
 };
 
 struct {
@@ -292,6 +321,22 @@ struct {
 	__type(value, struct socket_verdict);
 } sockets SEC(".maps");
 
+/* Goes with the socket. */
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct dns_note);
+} dns_notes SEC(".maps");
+
+/* Least recently used go first when it is full: the answer to a query that old is lost, and the client asks again. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_DNS_BOUND);
+	__type(key, struct dns_bound_key);
+	__type(value, struct dns_bound);
+} dns_bounds SEC(".maps");
+
 /* Programs that others call, by index. The loader fills it; a new version of a program takes effect for all pods at once. */
 enum tail_call {
 	TAIL_CALL_SEAL_PKT,
@@ -330,6 +375,9 @@ struct {
 		if (c_)                                                                                                \
 			c_->what++;                                                                                    \
 	} while (0)
+
+/* An empty name unbinds. */
+#define bind_to_device(ctx, name) bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, (void *)(name), sizeof(name))
 
 static __always_inline const struct pod *pod_lookup(__u64 cookie)
 {
@@ -374,12 +422,24 @@ static __always_inline void addr_from_v4(union ip_addr *to, __u32 v4)
 		(to)->words[3] = ctx_read32(ctx, field[3]);                                                            \
 	} while (0)
 
+static __always_inline bool addr_is_mapped(const union ip_addr *a)
+{
+	return !a->words[0] && !a->words[1] && a->words[2] == bpf_htonl(0xffff);
+}
+
+static __always_inline bool addr_is_loopback(const union ip_addr *a)
+{
+	if (addr_is_mapped(a))
+		return a->bytes[12] == 127;
+	return !a->words[0] && !a->words[1] && !a->words[2] && a->words[3] == bpf_htonl(1);
+}
+
 /* Is it an address of this pod? Those of lo are in the map with the others, but of 127.0.0.0/8 every address counts. */
 static __always_inline bool addr_is_own(__u64 cookie, const union ip_addr *a)
 {
 	struct own_addr_key key = {.netns_cookie = cookie};
 
-	if (!a->words[0] && !a->words[1] && a->words[2] == bpf_htonl(0xffff) && a->bytes[12] == 127)
+	if (addr_is_mapped(a) && a->bytes[12] == 127)
 		return true;
 	__builtin_memcpy(key.addr, a->bytes, sizeof(key.addr));
 	return bpf_map_lookup_elem(&own_addrs, &key) != NULL;

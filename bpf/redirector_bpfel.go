@@ -43,6 +43,25 @@ type RedirectorCgroupValue struct {
 	Role RedirectorCgroupRole
 }
 
+type RedirectorDnsBound struct {
+	_    structs.HostLayout
+	Addr [16]uint8
+}
+
+type RedirectorDnsBoundKey struct {
+	_           structs.HostLayout
+	NetnsCookie uint64
+	Tag         uint32
+	Port        uint32
+}
+
+type RedirectorDnsNote struct {
+	_         structs.HostLayout
+	Connected [16]uint8
+	Servers   [16][16]uint8
+	Used      uint32
+}
+
 type RedirectorFlowKey struct {
 	_           structs.HostLayout
 	NetnsCookie uint64
@@ -131,6 +150,9 @@ type RedirectorPodCounters struct {
 	ListenersRejected  uint64
 	UnboundListeners   uint64
 	MarkedListeners    uint64
+	DnsCaptured        uint64
+	DnsRefused         uint64
+	StraysDropped      uint64
 }
 
 type RedirectorProbeIdentity uint32
@@ -184,25 +206,33 @@ const (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	RedirectorMapAdmitted         = "admitted"
-	RedirectorMapCgroups          = "cgroups"
-	RedirectorMapConfig           = "config"
-	RedirectorMapCounters         = "counters"
-	RedirectorMapLayout           = "layout"
-	RedirectorMapListeners        = "listeners"
-	RedirectorMapOwnAddrs         = "own_addrs"
-	RedirectorMapPods             = "pods"
-	RedirectorMapProbeTargets     = "probe_targets"
-	RedirectorMapSockets          = "sockets"
-	RedirectorMapTailCalls        = "tail_calls"
-	RedirectorProgRedirConnect4   = "redir_connect4"
-	RedirectorProgRedirConnect6   = "redir_connect6"
-	RedirectorProgRedirCreate     = "redir_create"
-	RedirectorProgRedirMark       = "redir_mark"
-	RedirectorProgRedirSeal       = "redir_seal"
-	RedirectorProgRedirSealPkt    = "redir_seal_pkt"
-	RedirectorProgRedirSetsockopt = "redir_setsockopt"
-	RedirectorProgRedirSteer      = "redir_steer"
+	RedirectorMapAdmitted           = "admitted"
+	RedirectorMapCgroups            = "cgroups"
+	RedirectorMapConfig             = "config"
+	RedirectorMapCounters           = "counters"
+	RedirectorMapDnsBounds          = "dns_bounds"
+	RedirectorMapDnsNotes           = "dns_notes"
+	RedirectorMapLayout             = "layout"
+	RedirectorMapListeners          = "listeners"
+	RedirectorMapOwnAddrs           = "own_addrs"
+	RedirectorMapPods               = "pods"
+	RedirectorMapProbeTargets       = "probe_targets"
+	RedirectorMapSockets            = "sockets"
+	RedirectorMapTailCalls          = "tail_calls"
+	RedirectorProgRedirConnect4     = "redir_connect4"
+	RedirectorProgRedirConnect6     = "redir_connect6"
+	RedirectorProgRedirCreate       = "redir_create"
+	RedirectorProgRedirGetpeername4 = "redir_getpeername4"
+	RedirectorProgRedirGetpeername6 = "redir_getpeername6"
+	RedirectorProgRedirMark         = "redir_mark"
+	RedirectorProgRedirRecvmsg4     = "redir_recvmsg4"
+	RedirectorProgRedirRecvmsg6     = "redir_recvmsg6"
+	RedirectorProgRedirSeal         = "redir_seal"
+	RedirectorProgRedirSealPkt      = "redir_seal_pkt"
+	RedirectorProgRedirSendmsg4     = "redir_sendmsg4"
+	RedirectorProgRedirSendmsg6     = "redir_sendmsg6"
+	RedirectorProgRedirSetsockopt   = "redir_setsockopt"
+	RedirectorProgRedirSteer        = "redir_steer"
 )
 
 // LoadRedirector returns the embedded CollectionSpec for Redirector.
@@ -247,14 +277,20 @@ type RedirectorSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type RedirectorProgramSpecs struct {
-	RedirConnect4   *ebpf.ProgramSpec `ebpf:"redir_connect4"`
-	RedirConnect6   *ebpf.ProgramSpec `ebpf:"redir_connect6"`
-	RedirCreate     *ebpf.ProgramSpec `ebpf:"redir_create"`
-	RedirMark       *ebpf.ProgramSpec `ebpf:"redir_mark"`
-	RedirSeal       *ebpf.ProgramSpec `ebpf:"redir_seal"`
-	RedirSealPkt    *ebpf.ProgramSpec `ebpf:"redir_seal_pkt"`
-	RedirSetsockopt *ebpf.ProgramSpec `ebpf:"redir_setsockopt"`
-	RedirSteer      *ebpf.ProgramSpec `ebpf:"redir_steer"`
+	RedirConnect4     *ebpf.ProgramSpec `ebpf:"redir_connect4"`
+	RedirConnect6     *ebpf.ProgramSpec `ebpf:"redir_connect6"`
+	RedirCreate       *ebpf.ProgramSpec `ebpf:"redir_create"`
+	RedirGetpeername4 *ebpf.ProgramSpec `ebpf:"redir_getpeername4"`
+	RedirGetpeername6 *ebpf.ProgramSpec `ebpf:"redir_getpeername6"`
+	RedirMark         *ebpf.ProgramSpec `ebpf:"redir_mark"`
+	RedirRecvmsg4     *ebpf.ProgramSpec `ebpf:"redir_recvmsg4"`
+	RedirRecvmsg6     *ebpf.ProgramSpec `ebpf:"redir_recvmsg6"`
+	RedirSeal         *ebpf.ProgramSpec `ebpf:"redir_seal"`
+	RedirSealPkt      *ebpf.ProgramSpec `ebpf:"redir_seal_pkt"`
+	RedirSendmsg4     *ebpf.ProgramSpec `ebpf:"redir_sendmsg4"`
+	RedirSendmsg6     *ebpf.ProgramSpec `ebpf:"redir_sendmsg6"`
+	RedirSetsockopt   *ebpf.ProgramSpec `ebpf:"redir_setsockopt"`
+	RedirSteer        *ebpf.ProgramSpec `ebpf:"redir_steer"`
 }
 
 // RedirectorMapSpecs contains maps before they are loaded into the kernel.
@@ -265,6 +301,8 @@ type RedirectorMapSpecs struct {
 	Cgroups      *ebpf.MapSpec `ebpf:"cgroups"`
 	Config       *ebpf.MapSpec `ebpf:"config"`
 	Counters     *ebpf.MapSpec `ebpf:"counters"`
+	DnsBounds    *ebpf.MapSpec `ebpf:"dns_bounds"`
+	DnsNotes     *ebpf.MapSpec `ebpf:"dns_notes"`
 	Layout       *ebpf.MapSpec `ebpf:"layout"`
 	Listeners    *ebpf.MapSpec `ebpf:"listeners"`
 	OwnAddrs     *ebpf.MapSpec `ebpf:"own_addrs"`
@@ -304,6 +342,8 @@ type RedirectorMaps struct {
 	Cgroups      *ebpf.Map `ebpf:"cgroups"`
 	Config       *ebpf.Map `ebpf:"config"`
 	Counters     *ebpf.Map `ebpf:"counters"`
+	DnsBounds    *ebpf.Map `ebpf:"dns_bounds"`
+	DnsNotes     *ebpf.Map `ebpf:"dns_notes"`
 	Layout       *ebpf.Map `ebpf:"layout"`
 	Listeners    *ebpf.Map `ebpf:"listeners"`
 	OwnAddrs     *ebpf.Map `ebpf:"own_addrs"`
@@ -319,6 +359,8 @@ func (m *RedirectorMaps) Close() error {
 		m.Cgroups,
 		m.Config,
 		m.Counters,
+		m.DnsBounds,
+		m.DnsNotes,
 		m.Layout,
 		m.Listeners,
 		m.OwnAddrs,
@@ -339,14 +381,20 @@ type RedirectorVariables struct {
 //
 // It can be passed to LoadRedirectorObjects or ebpf.CollectionSpec.LoadAndAssign.
 type RedirectorPrograms struct {
-	RedirConnect4   *ebpf.Program `ebpf:"redir_connect4"`
-	RedirConnect6   *ebpf.Program `ebpf:"redir_connect6"`
-	RedirCreate     *ebpf.Program `ebpf:"redir_create"`
-	RedirMark       *ebpf.Program `ebpf:"redir_mark"`
-	RedirSeal       *ebpf.Program `ebpf:"redir_seal"`
-	RedirSealPkt    *ebpf.Program `ebpf:"redir_seal_pkt"`
-	RedirSetsockopt *ebpf.Program `ebpf:"redir_setsockopt"`
-	RedirSteer      *ebpf.Program `ebpf:"redir_steer"`
+	RedirConnect4     *ebpf.Program `ebpf:"redir_connect4"`
+	RedirConnect6     *ebpf.Program `ebpf:"redir_connect6"`
+	RedirCreate       *ebpf.Program `ebpf:"redir_create"`
+	RedirGetpeername4 *ebpf.Program `ebpf:"redir_getpeername4"`
+	RedirGetpeername6 *ebpf.Program `ebpf:"redir_getpeername6"`
+	RedirMark         *ebpf.Program `ebpf:"redir_mark"`
+	RedirRecvmsg4     *ebpf.Program `ebpf:"redir_recvmsg4"`
+	RedirRecvmsg6     *ebpf.Program `ebpf:"redir_recvmsg6"`
+	RedirSeal         *ebpf.Program `ebpf:"redir_seal"`
+	RedirSealPkt      *ebpf.Program `ebpf:"redir_seal_pkt"`
+	RedirSendmsg4     *ebpf.Program `ebpf:"redir_sendmsg4"`
+	RedirSendmsg6     *ebpf.Program `ebpf:"redir_sendmsg6"`
+	RedirSetsockopt   *ebpf.Program `ebpf:"redir_setsockopt"`
+	RedirSteer        *ebpf.Program `ebpf:"redir_steer"`
 }
 
 func (p *RedirectorPrograms) Close() error {
@@ -354,9 +402,15 @@ func (p *RedirectorPrograms) Close() error {
 		p.RedirConnect4,
 		p.RedirConnect6,
 		p.RedirCreate,
+		p.RedirGetpeername4,
+		p.RedirGetpeername6,
 		p.RedirMark,
+		p.RedirRecvmsg4,
+		p.RedirRecvmsg6,
 		p.RedirSeal,
 		p.RedirSealPkt,
+		p.RedirSendmsg4,
+		p.RedirSendmsg6,
 		p.RedirSetsockopt,
 		p.RedirSteer,
 	)

@@ -41,15 +41,6 @@ static __always_inline int set_mark(struct bpf_sock_ops *ctx, __u32 old, __u32 m
 	return bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &new, sizeof(new));
 }
 
-/* An empty name unbinds. */
-#define bind_to_device(ctx, name) bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTODEVICE, (void *)(name), sizeof(name))
-
-/* Loopback connections come by lo, and need no admission. */
-static __always_inline bool addr_is_v6_loopback(const union ip_addr *a)
-{
-	return !a->words[0] && !a->words[1] && !a->words[2] && a->words[3] == bpf_htonl(1);
-}
-
 /* Admits a flow until the connection closes. */
 static __always_inline int admit(struct bpf_sock_ops *ctx, const struct flow_key *flow, enum admitted_by by)
 {
@@ -65,12 +56,15 @@ static __always_inline int admit(struct bpf_sock_ops *ctx, const struct flow_key
 	return err;
 }
 
-/* Admits a connection of the pod's with itself until it closes. Of IPv4 the stack knows that it is not from outside. */
+/*
+ * Admits a connection of the pod's with itself until it closes. Of IPv4 the stack knows that it is not from outside, and what is
+ * for loopback comes by lo.
+ */
 static __always_inline void admit_own(struct bpf_sock_ops *ctx, __u64 cookie, const union ip_addr *dst)
 {
 	struct flow_key flow;
 
-	if (ctx->family != AF_INET6 || addr_is_v6_loopback(dst))
+	if (ctx->family != AF_INET6 || addr_is_loopback(dst))
 		return;
 	connection_flow(ctx, cookie, &flow);
 	if (admit(ctx, &flow, ADMITTED_BY_POD))
@@ -187,7 +181,8 @@ static __always_inline void on_accepted(struct bpf_sock_ops *ctx, struct bpf_soc
 	if (!addr_is_own(cookie, &local))
 		return;
 	if (mark == MARK_PROXY) {
-		if (!pod->ifname[0])
+		/* A DNS query by TCP comes over lo, and so must the answer go. */
+		if (!pod->ifname[0] || addr_is_loopback(&local))
 			return;
 		__builtin_memcpy(device, pod->ifname, sizeof(device));
 	}

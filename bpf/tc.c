@@ -38,6 +38,7 @@ enum packet_kind {
 	PACKET_OTHER, /* no TCP, or TCP in the middle of a connection */
 	PACKET_OPENS, /* a SYN, or what may be one: it is cut off before its flags, or hidden behind too many headers */
 	PACKET_ANSWERS, /* a SYN-ACK */
+	PACKET_STRAYS,  /* for loopback, or for a tag of dns.c: what goes there stays in the pod */
 };
 
 /* A packet's addresses, and where its TCP header is. Valid if it is a SYN-ACK. */
@@ -65,10 +66,12 @@ static __always_inline enum packet_kind ipv4_kind(struct __sk_buff *skb, struct 
 
 	if (bpf_skb_load_bytes(skb, offset, &ip, sizeof(ip)))
 		return PACKET_OTHER; /* too short to be IPv4: no receiver takes it */
-	if (ip.protocol != IPPROTO_TCP || (ip.frag_off & bpf_htons(IPV4_FRAGMENT_OFFSET)))
-		return PACKET_OTHER; /* a later fragment is nothing without its first */
 	addr_from_v4(&p->src, ip.saddr);
 	addr_from_v4(&p->dst, ip.daddr);
+	if (addr_is_loopback(&p->dst))
+		return PACKET_STRAYS;
+	if (ip.protocol != IPPROTO_TCP || (ip.frag_off & bpf_htons(IPV4_FRAGMENT_OFFSET)))
+		return PACKET_OTHER; /* a later fragment is nothing without its first */
 	return tcp_kind(skb, p, offset + ip.ihl * 4);
 }
 
@@ -83,6 +86,8 @@ static __always_inline enum packet_kind ipv6_kind(struct __sk_buff *skb, struct 
 		return PACKET_OTHER;
 	__builtin_memcpy(p->src.bytes, &ip.saddr, sizeof(p->src.bytes));
 	__builtin_memcpy(p->dst.bytes, &ip.daddr, sizeof(p->dst.bytes));
+	if (addr_is_loopback(&p->dst) || dns_tag_of(&p->dst) >= 0)
+		return PACKET_STRAYS;
 	next = ip.nexthdr;
 	offset += sizeof(ip);
 
@@ -213,6 +218,10 @@ int redir_seal_pkt(struct __sk_buff *skb)
 	kind = frame_kind(skb, &p, skb->cb[CB_LINK_HEADER]);
 	if (kind == PACKET_OTHER || !is_sealed(cookie))
 		return TC_ACT_UNSPEC;
+	if (kind == PACKET_STRAYS) {
+		count(cookie, strays_dropped);
+		return TC_ACT_SHOT;
+	}
 	if (kind == PACKET_OPENS) {
 		count(cookie, seal_dropped);
 		return TC_ACT_SHOT;

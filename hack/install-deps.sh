@@ -8,11 +8,14 @@ set -euo pipefail
 # A group is a list of TOOL=PACKAGE; a tool is a command, or an absolute path.
 group() {
 	case $1 in
-	# The plugins of test/cni, and what portmap runs.
-	test) echo /usr/lib/cni/bridge=containernetworking-plugins iptables=iptables ;;
+	# The plugins of test/cni, and what portmap runs; the resolvers that test/resolvers asks with.
+	test)
+		echo /usr/lib/cni/bridge=containernetworking-plugins iptables=iptables
+		echo dig=bind9-dnsutils musl-gcc=musl-tools gcc=gcc python3=python3 unshare=util-linux mount=mount
+		;;
 	race)
 		group test
-		echo gcc=gcc /usr/include/stdlib.h=libc6-dev
+		echo /usr/include/stdlib.h=libc6-dev
 		;;
 	format) echo clang-format-19=clang-format-19 ;;
 	generate)

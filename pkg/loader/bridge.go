@@ -28,6 +28,9 @@ import (
 //	           for which there are no pods, so that it acts for the host alone, writes the old map.
 //	listeners  They are copied. One that is made before its pod has the new program is found by that.
 //
+// What sockets know of their DNS queries, dns_notes and dns_bounds, is copied when all programs that write it are replaced. An
+// answer that comes within the milliseconds before that may be taken for one from the proxy: the resolver asks again.
+//
 // bridge holds what is attached for that. It is pinned, to outlive an agent that is killed; the next makes its own, and takes
 // away what it does not know.
 type bridge struct {
@@ -180,6 +183,28 @@ func (d *Datapath) copyAdmitted() error {
 			return nil
 		})
 	})
+}
+
+// copyDNSNotes copies what sockets know of their DNS queries. Nothing writes the older maps any more.
+func (d *Datapath) copyDNSNotes() error {
+	return errors.Join(
+		d.eachPrevious(bpf.RedirectorMapDnsNotes, func(old *ebpf.Map) error {
+			return copySockets(d.maps.RedirectorMaps.DnsNotes, old)
+		}),
+		d.eachPrevious(bpf.RedirectorMapDnsBounds, func(old *ebpf.Map) error {
+			to := d.maps.RedirectorMaps.DnsBounds
+			return eachEntry(old, func(key, value []byte) error {
+				newKey, ok := fit(key, to.KeySize())
+				if !ok {
+					return nil
+				}
+				newValue, _ := fit(value, to.ValueSize())
+				if err := to.Update(newKey, newValue, ebpf.UpdateNoExist); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
+					return fmt.Errorf("copy: %w", err)
+				}
+				return nil
+			})
+		}))
 }
 
 // dropEnded takes out copied flows that have ended since: the bridge has taken them out of the older maps.

@@ -480,6 +480,13 @@ var nodePrograms = []struct {
 	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps, false},
 	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate, true},
 	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt, false},
+	// What reads the notes of DNS queries comes before what writes them.
+	{"recvmsg4", bpf.RedirectorProgRedirRecvmsg4, ebpf.AttachCGroupUDP4Recvmsg, false},
+	{"recvmsg6", bpf.RedirectorProgRedirRecvmsg6, ebpf.AttachCGroupUDP6Recvmsg, false},
+	{"getpeername4", bpf.RedirectorProgRedirGetpeername4, ebpf.AttachCgroupInet4GetPeername, false},
+	{"getpeername6", bpf.RedirectorProgRedirGetpeername6, ebpf.AttachCgroupInet6GetPeername, false},
+	{"sendmsg4", bpf.RedirectorProgRedirSendmsg4, ebpf.AttachCGroupUDP4Sendmsg, false},
+	{"sendmsg6", bpf.RedirectorProgRedirSendmsg6, ebpf.AttachCGroupUDP6Sendmsg, false},
 	{"connect4", bpf.RedirectorProgRedirConnect4, ebpf.AttachCGroupInet4Connect, true},
 	{"connect6", bpf.RedirectorProgRedirConnect6, ebpf.AttachCGroupInet6Connect, true},
 }
@@ -543,7 +550,7 @@ func (d *Datapath) putToWork(spec *ebpf.CollectionSpec, links string) (err error
 			return err
 		}
 	}
-	return notes.end()
+	return errors.Join(d.copyDNSNotes(), notes.end())
 }
 
 // putTailCalls puts the programs that others call into the map.
@@ -591,8 +598,8 @@ func attachCgroup(prog *ebpf.Program, attach ebpf.AttachType, cgroup, pin string
 			}
 			return old, nil
 		}
-		// The new one comes before the old one goes.
-		if err := errors.Join(err, old.Close()); err != nil {
+		defer old.Close()
+		if err != nil {
 			return nil, err
 		}
 	} else if !errors.Is(err, fs.ErrNotExist) {
@@ -605,6 +612,12 @@ func attachCgroup(prog *ebpf.Program, attach ebpf.AttachType, cgroup, pin string
 	}
 	if err := pinLink(l, pin); err != nil {
 		return nil, errors.Join(err, l.Close())
+	}
+	// The new one works before the old one goes: at once, where losing its pin would leave that to a worker of the kernel.
+	if old != nil {
+		if err := old.Detach(); err != nil && !errors.Is(err, unix.ENOLINK) {
+			return nil, errors.Join(fmt.Errorf("detach the %s program from another cgroup: %w", what, err), l.Close())
+		}
 	}
 	return l, nil
 }
@@ -680,6 +693,8 @@ func (d *Datapath) byName() map[string]*ebpf.Map {
 		bpf.RedirectorMapCgroups:      m.RedirectorMaps.Cgroups,
 		bpf.RedirectorMapSockets:      m.RedirectorMaps.Sockets,
 		bpf.RedirectorMapLayout:       m.RedirectorMaps.Layout,
+		bpf.RedirectorMapDnsNotes:     m.RedirectorMaps.DnsNotes,
+		bpf.RedirectorMapDnsBounds:    m.RedirectorMaps.DnsBounds,
 	}
 }
 

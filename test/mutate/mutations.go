@@ -6,6 +6,7 @@ package main
 const (
 	header   = "bpf/redirector.h"
 	cgroup   = "bpf/cgroup.c"
+	dns      = "bpf/dns.c"
 	skLookup = "bpf/sk_lookup.c"
 	sockOps  = "bpf/sock_ops.c"
 	tc       = "bpf/tc.c"
@@ -24,6 +25,10 @@ func mutations() []mutation {
 		leaves = "TestNothingLeavesPastTheProxy/"
 		enters = "TestNothingEntersPastTheProxy/"
 		frames = "TestTheSealJudgesFrames"
+
+		captured = "TestDNSIsCaptured/"
+		many     = "TestOneSocketAsksManyDNSServers"
+		stays    = "TestNothingOfCapturedDNSLeavesThePod"
 	)
 	return []mutation{
 		// What sock_ops does.
@@ -139,6 +144,101 @@ func mutations() []mutation {
 		{
 			name: "identity: any cgroup with a role is the proxy's", file: cgroup,
 			old: "if (!value || value->role != CGROUP_PROXY)", new: "if (!value)", tests: "TestWhoIsInThePodsCgroupItselfIsNoProxy",
+		},
+		// DNS capture.
+		{
+			name: "dns: connected sockets are not captured, IPv4", file: dns,
+			old: "\tif (!dns_connect(ctx, cookie, &dst))\n\t\treturn 0;\n\tctx->user_ip4", new: "\tif (1)\n\t\treturn 1;\n\tctx->user_ip4",
+			tests: captured + "IPv4/unbound,",
+		},
+		{
+			name: "dns: connected sockets are not captured, IPv6", file: dns,
+			old: "\tif (!dns_connect(ctx, cookie, &dst))\n\t\treturn 0;\n\tmapped", new: "\tif (1)\n\t\treturn 1;\n\tmapped",
+			tests: captured + "IPv6/unbound,",
+		},
+		{
+			name: "dns: a v4-mapped destination becomes ::1", file: dns,
+			old: "mapped = addr_is_mapped(&dst);", new: "mapped = false;", tests: captured + "IPv4/v4-mapped,_connected",
+		},
+		{
+			name: "dns: switched off, it is captured all the same", file: dns,
+			old: "!pod->dns_capture || ", new: "", tests: "TestDNSThatIsLeftAlone",
+		},
+		{
+			name: "dns: servers on loopback are not left alone", file: dns,
+			old: "|| addr_is_loopback(dst) ||", new: "||", tests: "TestDNSThatIsLeftAlone",
+		},
+		{
+			name: "dns: no address in particular is not left alone", file: dns,
+			old: "addr_is_loopback(dst) || addr_is_unspecified(dst))", new: "addr_is_loopback(dst))", tests: "TestDNSThatIsLeftAlone",
+		},
+		{
+			name: "dns: the proxy's own queries are captured", file: dns,
+			old: "return !ctx->sk || !socket_is_proxys(ctx->sk);", new: "return true;", tests: "TestDNSThatIsLeftAlone",
+		},
+		{
+			name: "dns: a socket that connects stays bound to its device", file: dns,
+			old: "if (!note || (ctx->sk->bound_dev_if &&", new: "if (!note || (0 &&", tests: captured + "IPv[46]/bound_to_a_device,",
+		},
+		{
+			name: "dns: a socket that sends stays bound to its device", file: dns,
+			old: "if (bind_to_device(ctx, none) || !addr_is_zero(bound->bytes))", new: "if ((0 && bind_to_device(ctx, none)) || !addr_is_zero(bound->bytes))", tests: captured + "IPv4/bound_to_a_device$",
+		},
+		{
+			name: "dns: the first datagram of a socket bound to a device is sent like the others", file: dns,
+			old: "if (ctx->sk->bound_dev_if) {", new: "if (0) {", tests: captured + "IPv[46]/bound_to_a_device$",
+		},
+		{
+			name: "dns: a connected socket's answer comes from a tag", file: dns,
+			old: "\t\treturn DNS_UNTAGGED;", new: "\t\t;", tests: captured + "IPv4/unbound,",
+		},
+		{
+			name: "dns: all servers have one tag", file: dns,
+			old: "if (addr_equal(server, note->servers[i]))", new: "if (1)", tests: many,
+		},
+		{
+			name: "dns: a tag does not say where a bound socket is", file: dns,
+			old: "*tag |= key.tag << DNS_TAG_SERVER_BITS;", new: "", tests: many + "/IPv[46]/bound",
+		},
+		{
+			name: "dns: the proxy's answer does not come from the tag, IPv4", file: dns,
+			old: "ctx->msg_src_ip4 = dst.words[3];", new: "", tests: many + "/IPv4",
+		},
+		{
+			name: "dns: the proxy's answer does not come from the tag, IPv6", file: dns,
+			old: "ctx_write_v6(ctx, msg_src_ip6, dst.words[0]", new: "if (0) ctx_write_v6(ctx, msg_src_ip6, dst.words[0]", tests: many + "/IPv6",
+		},
+		{
+			name: "dns: an answer shows the tag, IPv4", file: dns,
+			old: "ctx->user_ip4 = server.words[3];", new: "", tests: captured + "IPv4/unbound$",
+		},
+		{
+			name: "dns: an answer shows the tag, IPv6", file: dns,
+			old: "ctx_write_v6(ctx, user_ip6, server.words[0]", new: "if (0) ctx_write_v6(ctx, user_ip6, server.words[0]", tests: captured + "IPv6/unbound$",
+		},
+		{
+			name: "dns: any answer from the proxy's port is one to a query", file: dns,
+			old: "if (tag < 0 && !(addr_is_loopback(from) && from->bytes[15] == 1))", new: "if (0)", tests: "TestDNSThatIsLeftAlone",
+		},
+		{
+			name: "dns: a socket that asks the proxy itself takes it for the server before", file: dns,
+			old: "\tif (note)\n\t\t__builtin_memset(note->connected", new: "\tif (0)\n\t\t__builtin_memset(note->connected", tests: "TestDNSThatIsLeftAlone",
+		},
+		{
+			name: "dns: a connection to the proxy's server is bound to the pod's interface", file: sockOps,
+			old: "!pod->ifname[0] || addr_is_loopback(&local)", new: "!pod->ifname[0]", tests: captured + "IPv[46]/TCP$",
+		},
+		{
+			name: "dns: what answers a tag may leave", file: tc,
+			old: "if (addr_is_loopback(&p->dst) || dns_tag_of(&p->dst) >= 0)", new: "if (addr_is_loopback(&p->dst))", tests: stays,
+		},
+		{
+			name: "dns: a query that an interface is demanded for may leave, IPv4", file: tc,
+			old: "\tif (addr_is_loopback(&p->dst))\n", new: "\tif (0)\n", tests: stays,
+		},
+		{
+			name: "dns: a query that an interface is demanded for may leave, IPv6", file: tc,
+			old: "if (addr_is_loopback(&p->dst) || dns_tag_of(&p->dst) >= 0)", new: "if (dns_tag_of(&p->dst) >= 0)", tests: stays,
 		},
 		// What sk_lookup decides.
 		{

@@ -17,5 +17,6 @@ const (
 	PortOutbound = 15001 // what the pod connects to; the socket's local address is the true destination
 	PortInbound  = 15006 // what others connect to in the pod; likewise
 	PortHBONE    = 15008 // HTTP CONNECT, in plain text here
+	PortDNS      = 15053 // DNS queries of the pod, on its loopback addresses; UDP and TCP
 	Mark         = 0x539
 )

@@ -9,8 +9,10 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
 	"os"
 	"os/signal"
+	"strconv"
 
 	"golang.org/x/sys/unix"
 )
@@ -57,6 +59,13 @@ func parseArgs(args []string, help io.Writer) (cfg Config, logPath string, err e
 	fs.BoolVar(&cfg.Hold, "hold", false, "accept connections, but never proxy them")
 	fs.DurationVar(&cfg.HelloDelay, "hello-delay", 0, "`TIME` to wait before saying hello to the agent")
 	fs.DurationVar(&cfg.Drain, "drain", DefaultDrain, "`TIME` that connections may take to finish on SIGTERM")
+	fs.TextVar(&cfg.DNSUpstream, "dns-upstream", netip.AddrPort{},
+		"`ADDRESS:PORT` of the DNS server to ask for names below "+UpstreamDomain)
+	fs.Func("dns-upstream-port", "`PORT` to ask it from (default any)", func(s string) error {
+		port, err := strconv.ParseUint(s, 10, 16)
+		cfg.DNSUpstreamPort = uint16(port)
+		return err
+	})
 	fs.StringVar((*string)(&cfg.Mute), "mute", "", "misbehave towards the agent: `HOW` is hello, ack, late, garbage, huge or vanish")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {

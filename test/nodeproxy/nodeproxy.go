@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -64,6 +65,10 @@ type Config struct {
 	// DialTimeout is how long a connection's other side may take to answer;
 	// DefaultDialTimeout if zero.
 	DialTimeout time.Duration
+	// DNSUpstream is the server that is asked for names below UpstreamDomain, from a pod's port DNSUpstreamPort, or any if that
+	// is 0; without, there is no answer to them.
+	DNSUpstream     netip.AddrPort
+	DNSUpstreamPort uint16
 }
 
 // Run runs a node proxy until ctx is done. Then it accepts what its listeners have

@@ -32,6 +32,7 @@ type pod struct {
 	ended    chan struct{}  // closed when nothing runs any more
 
 	listeners map[Direction]*net.TCPListener
+	dns       *dnsServer
 }
 
 // startPod listens in the pod's namespace. It takes over netnsFD, also when it
@@ -63,10 +64,18 @@ func startPod(cfg *Config, log *connLog, uid, name string, netnsFD int) (*pod, e
 		}
 		p.listeners[dir] = l
 	}
+	if p.dns, err = startDNS(ns); err != nil {
+		for _, l := range p.listeners {
+			_ = l.Close()
+		}
+		ns.close()
+		return nil, err
+	}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	for dir, l := range p.listeners {
 		p.running.Go(func() { p.accept(l, dir) })
 	}
+	p.serveDNS(p.dns)
 	go func() {
 		p.running.Wait()
 		p.cancel()
@@ -79,6 +88,7 @@ func startPod(cfg *Config, log *connLog, uid, name string, netnsFD int) (*pod, e
 // stop ends the pod's listeners and connections at once.
 func (p *pod) stop() {
 	p.cancel()
+	p.dns.close()
 	for _, l := range p.listeners {
 		_ = l.Close()
 	}
@@ -93,6 +103,7 @@ func (p *pod) stop() {
 // ctx is done.
 func (p *pod) drain(ctx context.Context) {
 	p.retire()
+	p.dns.close()
 	for _, l := range p.listeners {
 		// Ends the accept loops' sleep; they do the rest.
 		_ = l.SetDeadline(time.Unix(1, 0))

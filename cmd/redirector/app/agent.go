@@ -43,6 +43,8 @@ type agentOptions struct {
 	probeIdentity choice
 	proxyIdentity choice
 	probes        hostprobe.Addrs
+
+	dnsCapture bool
 }
 
 // The values of the flags that say who is who, with what the programs call them.
@@ -99,12 +101,15 @@ nothing counts as unset.`,
 	flags.Var(&o.proxyIdentity, "proxy-identity", "what makes a socket the node proxy's: its mark and the cgroup that made it (cgroup), or the mark alone (mark)")
 	flags.Var(&addrFlag{&o.probes.V4, hostprobe.ParseV4}, "host-probe-snat-ip", "IPv4 address that probes come from")
 	flags.Var(&addrFlag{&o.probes.V6, hostprobe.ParseV6}, "host-probe-snat-ipv6", "IPv6 address that probes come from")
+	flags.BoolVar(&o.dnsCapture, "dns-capture", true,
+		"send the DNS queries of pods to the node proxy, of those that do not say it themselves")
 	for _, name := range []string{
 		"standalone", "take-over", "cgroup", "log-level", "log-format",
 		"probe-source", "probe-identity", "proxy-identity", "host-probe-snat-ip", "host-probe-snat-ipv6",
 	} {
 		twin(flags, name)
 	}
+	twin(flags, "dns-capture", "AMBIENT_DNS_CAPTURE")
 	return cmd
 }
 
@@ -215,7 +220,7 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		return fmt.Errorf("make a directory for what is known of pods: %w: remove what is there, or choose another --run-dir", err)
 	}
 	defer unlessStarted(removeStateDir)
-	enroller := enroll.New(enroll.Config{Datapath: datapath, Proxies: proxies, StateDir: stateDir, Log: log})
+	enroller := enroll.New(enroll.Config{Datapath: datapath, Proxies: proxies, StateDir: stateDir, Log: log, DNSCapture: o.dnsCapture})
 	defer enroller.Close()
 	if err := enroller.Restore(ctx); err != nil {
 		return fmt.Errorf("take over the enrolled pods: %w", err)

@@ -24,6 +24,8 @@ type enrollOptions struct {
 	serviceAccount string
 	netns          string
 	ips            []string
+	dnsCapture     bool
+	dnsCaptureSet  bool // else the agent's own setting counts
 	waitProxy      bool
 	timeout        time.Duration
 	runDir         string
@@ -47,7 +49,10 @@ is never the host's. /proc/self/ns/net stands for the namespace that this comman
   redirector enroll --uid 1 --name shop/web --service-account web --netns /proc/4711/ns/net \
       --ip 10.0.0.7,fd00::7 --timeout 30s
   ip netns exec web redirector enroll --uid 1 --name shop/web --service-account web --netns /proc/self/ns/net`,
-		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context(), env) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			o.dnsCaptureSet = cmd.Flags().Changed("dns-capture")
+			return o.run(cmd.Context(), env)
+		},
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&o.uid, "uid", "", "what the pod is known by: at most 63 letters, digits, '-' and '_', the first a letter or digit")
@@ -55,6 +60,8 @@ is never the host's. /proc/self/ns/net stands for the namespace that this comman
 	flags.StringVar(&o.serviceAccount, "service-account", "", "the pod's service account, part of its identity in the mesh")
 	flags.StringVar(&o.netns, "netns", "", "path of the pod's network namespace")
 	flags.StringSliceVar(&o.ips, "ip", nil, "addresses of which the namespace must have one (default: any namespace will do)")
+	flags.BoolVar(&o.dnsCapture, "dns-capture", false,
+		"send the pod's DNS queries to the node proxy, or do not (default: as the agent does)")
 	flags.BoolVar(&o.waitProxy, "wait-proxy", true, "wait until a node proxy runs for the pod")
 	flags.DurationVar(&o.timeout, "timeout", 10*time.Second, "how long to wait for it")
 	addRunDir(flags, &o.runDir)
@@ -114,6 +121,9 @@ func (o *enrollOptions) request() (api.EnrollRequest, error) {
 		},
 		Wait:    o.waitProxy,
 		Timeout: api.Duration(o.timeout),
+	}
+	if o.dnsCaptureSet {
+		request.Spec.Settings.DNSCapture = &o.dnsCapture
 	}
 	return request, request.Spec.Validate()
 }
