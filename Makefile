@@ -34,7 +34,7 @@ KERNELS := 5.10 6.1 6.12 newest
 KERNEL ?= $(KERNELS)
 RUN ?=
 # Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins or resolvers, or many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/cni test/resolvers
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/mutate test/cni test/resolvers
 VMFLAGS ?=
 
 .PHONY: help

@@ -83,7 +83,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "mark: the peer's connection is not bound to the pod's interface", file: sockOps,
-			old: "if (!pod->ifname[0])\n", new: "if (1)\n", tests: "TestAPeerAndTheProxyMayUseTheSamePort",
+			old: "if (!pod->ifname[0] || addr_is_loopback(&local))\n", new: "if (1)\n", tests: "TestAPeerAndTheProxyMayUseTheSamePort",
 		},
 		{
 			name: "mark: foreign marks are not counted at connect", file: sockOps,
@@ -457,7 +457,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "probes: their flows are not admitted", file: sockOps,
-			old: "if (bpf_map_update_elem(&admitted, &flow, &value, BPF_ANY))", new: "if (bpf_map_update_elem(&admitted, &flow, &admission, BPF_ANY) || 1)", tests: "TestProbesReachTheAppPastTheProxy",
+			old: "if (!admit(ctx, &flow, ADMITTED_BY_PROBE))", new: "if (1)", tests: "TestProbesReachTheAppPastTheProxy",
 		},
 		{
 			name: "probes: their flows are admitted for ever", file: sockOps,
