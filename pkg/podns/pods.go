@@ -90,7 +90,9 @@ type podProcess struct {
 }
 
 // older says which of two processes is the older one.
-func older(a, b podProcess) int { return cmp.Or(cmp.Compare(a.start, b.start), cmp.Compare(a.pid, b.pid)) }
+func older(a, b podProcess) int {
+	return cmp.Or(cmp.Compare(a.start, b.start), cmp.Compare(a.pid, b.pid))
+}
 
 // Look lists the processes of pods. Processes that come or go meanwhile may be left out. Those in the host's network namespace
 // are, and so is a process that is in a namespace where an older one is another pod's: it has gone there.
