@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	appsv1 "k8s.io/api/apps/v1"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -18,8 +19,9 @@ import (
 const (
 	// AgentNamespace is the namespace of the agent: a value for POD_NAMESPACE.
 	AgentNamespace = "istio-system"
-	// AgentAccount is the name of its service account, its ClusterRole and the binding of both.
+	// AgentAccount is the name of its service account, its ClusterRole, the binding of both, and its DaemonSet.
 	AgentAccount = "redirector"
+	appLabel     = "app"
 	// agentUser is what the API server calls it.
 	agentUser = "system:serviceaccount:" + AgentNamespace + ":" + AgentAccount
 )
@@ -38,12 +40,30 @@ func agentRules() []rbacv1.PolicyRule {
 	}
 }
 
-// makeAgentAccount makes the agent's account with its rights, and the kubeconfig with a token for it.
+// makeAgentAccount makes the agent's DaemonSet, of which no pod comes by itself here, its account with its rights, and the kubeconfig
+// with a token for it.
 func (c *Cluster) makeAgentAccount() {
 	c.tb.Helper()
 	ctx, named := c.tb.Context(), metav1.ObjectMeta{Name: AgentAccount}
 	c.CreateNamespace(AgentNamespace, nil)
 	_, err := c.Admin.CoreV1().ServiceAccounts(AgentNamespace).Create(ctx, &corev1.ServiceAccount{ObjectMeta: named}, create)
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	labels := map[string]string{appLabel: AgentAccount}
+	_, err = c.Admin.AppsV1().DaemonSets(AgentNamespace).Create(ctx, &appsv1.DaemonSet{
+		ObjectMeta: named,
+		Spec: appsv1.DaemonSetSpec{
+			Selector: &metav1.LabelSelector{MatchLabels: labels},
+			Template: corev1.PodTemplateSpec{
+				ObjectMeta: metav1.ObjectMeta{Labels: labels},
+				Spec: corev1.PodSpec{
+					ServiceAccountName: AgentAccount,
+					Containers:         []corev1.Container{{Name: "agent", Image: "redirector"}},
+				},
+			},
+		},
+	}, create)
 	if err != nil {
 		c.tb.Fatal(err)
 	}
@@ -69,6 +89,14 @@ func (c *Cluster) makeAgentAccount() {
 		c.tb.Fatal(err)
 	}
 	if err := c.writeKubeconfig(token.Status.Token); err != nil {
+		c.tb.Fatal(err)
+	}
+}
+
+// DeleteDaemonSet removes the agent's DaemonSet, as an uninstallation does.
+func (c *Cluster) DeleteDaemonSet() {
+	c.tb.Helper()
+	if err := c.Admin.AppsV1().DaemonSets(AgentNamespace).Delete(c.tb.Context(), AgentAccount, metav1.DeleteOptions{}); err != nil {
 		c.tb.Fatal(err)
 	}
 }

@@ -19,6 +19,7 @@ import (
 	"net/netip"
 	"os"
 	"strconv"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -57,14 +58,16 @@ type Cluster struct {
 	// Kubeconfig is a file with which a process on the node reaches the API server through Faults, as the agent.
 	Kubeconfig string
 
-	tb        testing.TB
-	binary    string
-	dir       string
-	pki       *pki
-	etcd      *bed.Proc
-	apiServer *bed.Proc
-	pods      int
+	tb     testing.TB
+	binary string
+	dir    string
+	pki    *pki
+	procs  *procs
+	pods   *atomic.Int64 // how many were started
 }
+
+// procs are the processes of a control plane.
+type procs struct{ etcd, apiServer *bed.Proc }
 
 // Start runs a control plane on the bed's node until the end of the test, and returns when it is ready: that takes some five
 // seconds. The first call on a machine builds it, see Binary.
@@ -74,10 +77,10 @@ func Start(tb testing.TB, b *bed.Bed) *Cluster {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	c := &Cluster{Bed: b, tb: tb, binary: binary, dir: tb.TempDir()}
+	c := &Cluster{Bed: b, tb: tb, binary: binary, dir: tb.TempDir(), procs: &procs{}, pods: &atomic.Int64{}}
 	// Before the folder goes, and long before the bed does.
 	tb.Cleanup(func() {
-		for _, p := range []*bed.Proc{c.apiServer, c.etcd} {
+		for _, p := range []*bed.Proc{c.procs.apiServer, c.procs.etcd} {
 			if p == nil {
 				continue
 			}
@@ -155,7 +158,7 @@ func (c *Cluster) start(name string, flags ...string) *bed.Proc {
 func (c *Cluster) startEtcd() {
 	c.tb.Helper()
 	client, peer := "http://"+etcdClient.String(), "http://"+etcdPeer.String()
-	c.etcd = c.start("etcd",
+	c.procs.etcd = c.start("etcd",
 		"--name=bed",
 		"--data-dir="+c.path("etcd"),
 		"--listen-client-urls="+client, "--advertise-client-urls="+client,
@@ -168,7 +171,7 @@ func (c *Cluster) startEtcd() {
 // StartAPIServer starts the API server, after StopAPIServer, and waits until it is ready.
 func (c *Cluster) StartAPIServer() {
 	c.tb.Helper()
-	c.apiServer = c.start("kube-apiserver",
+	c.procs.apiServer = c.start("kube-apiserver",
 		"--etcd-servers=http://"+etcdClient.String(),
 		"--bind-address="+apiServer.Addr().String(), "--secure-port="+strconv.Itoa(int(apiServer.Port())),
 		"--advertise-address="+c.Bed.Node.V4.String(), // may not be a loopback address
@@ -186,8 +189,8 @@ func (c *Cluster) StartAPIServer() {
 	)
 	c.eventually("the API server is ready", func() error {
 		select {
-		case <-c.apiServer.Done():
-			c.tb.Fatalf("kube-apiserver has ended; it wrote:\n%s", c.apiServer.Output())
+		case <-c.procs.apiServer.Done():
+			c.tb.Fatalf("kube-apiserver has ended; it wrote:\n%s", c.procs.apiServer.Output())
 		default:
 		}
 		return c.Admin.RESTClient().Get().AbsPath("/readyz").Do(c.tb.Context()).Error()
@@ -197,7 +200,7 @@ func (c *Cluster) StartAPIServer() {
 // StopAPIServer kills the API server: it says good-bye to nobody.
 func (c *Cluster) StopAPIServer() {
 	c.tb.Helper()
-	if err := c.apiServer.Kill(); err != nil {
+	if err := c.procs.apiServer.Kill(); err != nil {
 		c.tb.Fatal(err)
 	}
 }
@@ -283,3 +286,10 @@ var (
 	get    = metav1.GetOptions{}
 	update = metav1.UpdateOptions{}
 )
+
+// For returns the same cluster with failures reported to tb, a subtest of the test that it was started for.
+func (c *Cluster) For(tb testing.TB) *Cluster {
+	inner := *c
+	inner.tb = tb
+	return &inner
+}

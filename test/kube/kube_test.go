@@ -48,12 +48,7 @@ func TestCluster(t *testing.T) {
 		"a namespace goes with its pods":                     testNamespace,
 		"a pod's object can be replaced under the same name": testReplaced,
 	} {
-		t.Run(name, func(t *testing.T) {
-			outer := c.tb
-			c.tb = t
-			defer func() { c.tb = outer }()
-			test(t, c)
-		})
+		t.Run(name, func(t *testing.T) { test(t, c.For(t)) })
 	}
 }
 

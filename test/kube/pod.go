@@ -6,11 +6,13 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
 
+	"github.com/vishvananda/netlink"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -25,6 +27,8 @@ type PodOptions struct {
 	Labels, Annotations map[string]string
 	// ServiceAccount is that of the pod; empty for "default".
 	ServiceAccount string
+	// DaemonSet owns the pod, if it is set.
+	DaemonSet string
 	// HostNetwork puts its process into the node's namespace.
 	HostNetwork bool
 	// Node is the node that it is bound to; empty for the bed's.
@@ -93,8 +97,14 @@ func NewPod(o PodOptions) *corev1.Pod {
 	if account == "" {
 		account = "default"
 	}
+	var owners []metav1.OwnerReference
+	if o.DaemonSet != "" {
+		owners = []metav1.OwnerReference{{APIVersion: "apps/v1", Kind: "DaemonSet", Name: o.DaemonSet, UID: "of-" + types.UID(o.DaemonSet)}}
+	}
 	return &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Namespace: o.Namespace, Name: o.Name, Labels: o.Labels, Annotations: o.Annotations},
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: o.Namespace, Name: o.Name, Labels: o.Labels, Annotations: o.Annotations, OwnerReferences: owners,
+		},
 		Spec: corev1.PodSpec{
 			NodeName:           node,
 			ServiceAccountName: account,
@@ -110,8 +120,7 @@ func (p *Pod) Start() {
 	b := p.c.Bed
 	p.NS = b.Node
 	if !p.options.HostNetwork {
-		p.c.pods++
-		ns, err := b.Pod(fmt.Sprintf("pod%d", p.c.pods), p.options.Net)
+		ns, err := b.Pod(fmt.Sprintf("pod%d", p.c.pods.Add(1)), p.options.Net)
 		if err != nil {
 			p.c.tb.Fatal(err)
 		}
@@ -131,6 +140,49 @@ func (p *Pod) Start() {
 	if err != nil {
 		p.c.tb.Fatal(err)
 	}
+}
+
+// Move gives the pod's interface another IPv4 address, as when an address that is free again is given to the next pod, and has the
+// node route that to it. The address must be no other namespace's any more.
+func (p *Pod) Move(addr netip.Addr) {
+	p.c.tb.Helper()
+	err := p.NS.Do(func() error {
+		link, err := netlink.LinkByName(p.NS.Link)
+		if err != nil {
+			return err
+		}
+		old, err := netlink.AddrList(link, netlink.FAMILY_V4)
+		if err != nil {
+			return err
+		}
+		if err := netlink.AddrAdd(link, &netlink.Addr{IPNet: host(addr)}); err != nil {
+			return err
+		}
+		for _, a := range old {
+			if err := netlink.AddrDel(link, &a); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		p.c.tb.Fatalf("give pod %s address %s: %v", p.options.Name, addr, err)
+	}
+	err = p.c.Bed.Node.Do(func() error {
+		link, err := netlink.LinkByName(p.NS.HostLink)
+		if err != nil {
+			return err
+		}
+		return netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: host(addr), Scope: netlink.SCOPE_LINK})
+	})
+	if err != nil {
+		p.c.tb.Fatalf("route %s to pod %s: %v", addr, p.options.Name, err)
+	}
+	p.NS.V4 = addr
+}
+
+func host(addr netip.Addr) *net.IPNet {
+	return &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())}
 }
 
 // Stop ends the pod's process and removes its cgroups and its network namespace, as a runtime does. The API server learns nothing of it.
