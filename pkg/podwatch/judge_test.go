@@ -4,12 +4,15 @@ package podwatch
 
 import (
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
 )
 
 const modeLabel = "istio.io/dataplane-mode"
@@ -253,7 +256,7 @@ func TestSettingsOf(t *testing.T) {
 		{"as labels", []func(*corev1.Pod){labelled(bypass, "true")}, false, nil, 0},
 	} {
 		s, bad := SettingsOf(stripPod(testPod(c.pod...)))
-		if s.BypassInbound != c.bypass || !sameBool(s.DNSCapture, c.dns) || len(bad) != c.bad {
+		if !reflect.DeepEqual(s, enroll.Settings{BypassInbound: c.bypass, DNSCapture: c.dns}) || len(bad) != c.bad {
 			t.Errorf("%s: %+v, bad: %q", c.name, s, bad)
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -496,14 +497,7 @@ func (w *Watcher) netNS(pod *corev1.Pod, spec enroll.Spec, have enroll.Pod, capt
 // sameSpec says whether two specs differ in nothing but the path of the namespace and the addresses.
 func sameSpec(a, b enroll.Spec) bool {
 	return a.Name == b.Name && a.Namespace == b.Namespace && a.ServiceAccount == b.ServiceAccount &&
-		a.Settings.BypassInbound == b.Settings.BypassInbound && sameBool(a.Settings.DNSCapture, b.Settings.DNSCapture)
-}
-
-func sameBool(a, b *bool) bool {
-	if a == nil || b == nil {
-		return a == b
-	}
-	return *a == *b
+		reflect.DeepEqual(a.Settings, b.Settings)
 }
 
 // specOf is what the API server says about a pod, without its settings and its network namespace.
