@@ -70,6 +70,7 @@ type node struct {
 	t     *testing.T
 	env   []string
 	agent *bed.Proc
+	proxy *bed.Proc
 	pods  *maps.Maps
 	log   string
 	app   *bed.App // outside of the node
@@ -101,7 +102,7 @@ func (n *node) in(t *testing.T, fn func(*node)) {
 	inner.t = t
 	inner.Cluster = n.For(t)
 	fn(&inner)
-	n.agent, n.count = inner.agent, inner.count
+	n.agent, n.proxy, n.count = inner.agent, inner.proxy, inner.count
 }
 
 func (n *node) start(role, group string, args, env []string) *bed.Proc {
@@ -123,17 +124,22 @@ func (n *node) start(role, group string, args, env []string) *bed.Proc {
 
 func (n *node) startProxy() {
 	n.t.Helper()
-	n.start("nodeproxy", "nodeproxy", []string{"--zds-socket", n.b.ZDSSocket, "--log", n.log}, nil)
+	n.proxy = n.start("nodeproxy", "nodeproxy", []string{"--zds-socket", n.b.ZDSSocket, "--log", n.log}, nil)
+}
+
+// launchAgent starts an agent. The flags come after those that all agents here have, and win.
+func (n *node) launchAgent(flags ...string) {
+	n.t.Helper()
+	n.agent = n.start("redirector", "agent", append([]string{
+		"agent", "--run-dir", n.b.RunDir, "--bpffs", n.b.BPFFS, "--cgroup", n.b.Cgroup, "--zds-socket", n.b.ZDSSocket,
+		"--log-level", "debug", "--kubeconfig", n.Kubeconfig, "--exclude-namespaces", "kube-system", "--install-cni=false",
+	}, flags...), append([]string{"NODE_NAME=" + kube.NodeName, "POD_NAMESPACE=" + kube.AgentNamespace, "POD_NAME=redirector-node-bed"}, n.env...))
 }
 
 // startAgent starts an agent and waits until it has started. It may not know anything yet.
-func (n *node) startAgent() {
+func (n *node) startAgent(flags ...string) {
 	n.t.Helper()
-	n.agent = n.start("redirector", "agent", []string{
-		"agent", "--run-dir", n.b.RunDir, "--bpffs", n.b.BPFFS, "--cgroup", n.b.Cgroup, "--zds-socket", n.b.ZDSSocket,
-		"--log-level", "debug", "--kubeconfig", n.Kubeconfig, "--exclude-namespaces", "kube-system", "--install-cni=false",
-		"--install-cni=false",
-	}, append([]string{"NODE_NAME=" + kube.NodeName, "POD_NAMESPACE=" + kube.AgentNamespace, "POD_NAME=redirector-node-bed"}, n.env...))
+	n.launchAgent(flags...)
 	n.eventually("the agent has started", func() error {
 		select {
 		case <-n.agent.Done():
