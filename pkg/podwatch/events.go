@@ -50,9 +50,9 @@ func (w *Watcher) startEvents() (stop func()) {
 	return broadcaster.Shutdown
 }
 
-// say makes an event of a pod, unless the same, or just now something like it, was said. The recorder has a limit of its own, for
+// say makes a warning of a pod, unless the same, or just now something like it, was said. The recorder has a limit of its own, for
 // each pod.
-func (w *Watcher) say(pod *corev1.Pod, kind, reason, text string) {
+func (w *Watcher) say(pod *corev1.Pod, reason, text string) {
 	now := time.Now()
 	fresh := false
 	var events record.EventRecorder
@@ -68,13 +68,13 @@ func (w *Watcher) say(pod *corev1.Pod, kind, reason, text string) {
 		events = w.events
 	})
 	if fresh && events != nil {
-		events.Event(pod, kind, reason, text)
+		events.Event(pod, corev1.EventTypeWarning, reason, text)
 	}
 }
 
 // sayBad makes an event of annotations that make no sense.
 func (w *Watcher) sayBad(pod *corev1.Pod, bad []string) {
 	if len(bad) > 0 {
-		w.say(pod, corev1.EventTypeWarning, reasonAnnotation, "The pod's "+strings.Join(bad, "; ")+".")
+		w.say(pod, reasonAnnotation, "The pod's "+strings.Join(bad, "; ")+".")
 	}
 }

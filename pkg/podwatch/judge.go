@@ -15,7 +15,7 @@ const (
 	// StatusAnnotation says to the rest of the mesh how far a pod is.
 	StatusAnnotation = "ambient.istio.io/redirection"
 
-	annotationBypassInbound = "ambient.istio.io/bypass-inbound-capture"
+	annotationBypassInbound = "ambient.istio.io/bypass-inbound-capture" //nolint:gosec // no password: the word is bypass
 	annotationDNSCapture    = "ambient.istio.io/dns-capture"
 	annotationSidecar       = "sidecar.istio.io/status"
 	// The kubelet's: what a static pod is called in cgroups and by the runtime, and that an object only mirrors one.

@@ -76,7 +76,7 @@ func (w *Watcher) syncStatus(ctx context.Context, uid string) error {
 	have := annotation(pod, w.about(uid).wrote)
 	want, why := w.status(pod, have, time.Now())
 	if want == statusPending && have != statusPending {
-		w.say(pod, corev1.EventTypeWarning, reasonPending, fmt.Sprintf("The pod is captured, and nothing of it passes until a node proxy runs for it: %s.", why))
+		w.say(pod, reasonPending, fmt.Sprintf("The pod is captured, and nothing of it passes until a node proxy runs for it: %s.", why))
 	}
 	if want == have {
 		return nil

@@ -34,9 +34,9 @@ const (
 	workers = 8
 	// statusWorkers write annotations. They wait for the API server, and must not keep the others waiting.
 	statusWorkers = 8
-	// retryMin and retryMax bound the time between tries, which doubles each time.
-	retryMin = 50 * time.Millisecond
-	retryMax = 10 * time.Second
+	// firstRetry and lastRetry bound the time between tries, which doubles each time.
+	firstRetry = 50 * time.Millisecond
+	lastRetry  = 10 * time.Second
 	// statusEvery is how soon it is noticed that a proxy took a pod, or left it.
 	statusEvery = time.Second
 	// goneTimeout bounds the question whether a pod that was never seen still exists.
@@ -108,8 +108,8 @@ func New(opts Options) (*Watcher, error) {
 	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[string]
 	w := &Watcher{
 		Options:  opts,
-		queue:    workqueue.NewTypedRateLimitingQueue(limiter(retryMin, retryMax)),
-		statuses: workqueue.NewTypedRateLimitingQueue(limiter(retryMin, retryMax)),
+		queue:    workqueue.NewTypedRateLimitingQueue(limiter(firstRetry, lastRetry)),
+		statuses: workqueue.NewTypedRateLimitingQueue(limiter(firstRetry, lastRetry)),
 		changed:  make(chan struct{}, 1),
 		known:    map[string]*known{},
 	}
@@ -451,7 +451,7 @@ func (w *Watcher) takeIn(ctx context.Context, pod *corev1.Pod, verdict Verdict) 
 	w.statuses.Add(uid)
 	if err != nil {
 		if w.queue.NumRequeues(uid) >= quietTries {
-			w.say(pod, corev1.EventTypeWarning, reasonFailed, fmt.Sprintf("The pod cannot be enrolled: %s. It is tried again.", oneLine(err)))
+			w.say(pod, reasonFailed, fmt.Sprintf("The pod cannot be enrolled: %s. It is tried again.", oneLine(err)))
 		}
 		return err
 	}
@@ -461,7 +461,7 @@ func (w *Watcher) takeIn(ctx context.Context, pod *corev1.Pod, verdict Verdict) 
 	}
 	w.Log.Info("pod is captured", "pod", podName(pod), "uid", uid, "netns", spec.NetNS, "reason", verdict.Reason)
 	if !w.about(uid).wasOut {
-		w.say(pod, corev1.EventTypeWarning, reasonLate, "The pod was running before it was captured: "+
+		w.say(pod, reasonLate, "The pod was running before it was captured: "+
 			"connections that it made until now do not go through the node proxy. Restart the pod if that matters.")
 	}
 	return nil
@@ -543,7 +543,7 @@ func (w *Watcher) keepNodeState(ctx context.Context) {
 			text := ""
 			if err := state.Write(w.RunDir); err != nil {
 				w.Log.Error("cannot tell the CNI plugin which namespaces are in the mesh: it is tried again", "error", err)
-				text, retry = err.Error(), time.After(retryMax)
+				text, retry = err.Error(), time.After(lastRetry)
 			}
 			last = now
 			w.stateErr.Store(&text)

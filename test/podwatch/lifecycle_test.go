@@ -237,7 +237,7 @@ func TestAPortThatIsTakenIsSaid(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer app.Close()
+	t.Cleanup(func() { _ = app.Close() })
 	n.launchAgent()
 	n.eventually("the agent ends", func() error {
 		select {
