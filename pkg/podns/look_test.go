@@ -203,3 +203,32 @@ func TestAPodWhoseProcessesAreGoneIsNotFound(t *testing.T) {
 		t.Errorf("a process that is gone leads to %v, %v", ns, err)
 	}
 }
+
+func TestProcMayBeElsewhere(t *testing.T) {
+	n := newNode(t)
+	web := n.pod("web")
+	n.process(web, "kubepods/burstable/pod"+webUID+"/a")
+	dir := t.TempDir()
+	if err := unix.Mount("/proc", dir, "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	podns.UseProc(dir)
+	t.Cleanup(func() {
+		podns.UseProc("/proc")
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	ns, err := n.look().Open(webUID, []netip.Addr{web.V4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ns.Close()
+	if !strings.HasPrefix(ns.Path(), dir+"/") || ns.Cookie() != web.Cookie {
+		t.Errorf("the pod's namespace is found at %s", ns.Path())
+	}
+	podns.UseProc(t.TempDir())
+	if n.look().Has(webUID) {
+		t.Error("the pod is found where there is no process")
+	}
+}

@@ -22,6 +22,8 @@ const (
 	cacheEvery    = 10 * time.Millisecond
 	// getTimeout bounds a question to the API server.
 	getTimeout = 10 * time.Second
+	// againTimeout bounds the question for what is known already, and may be out of date.
+	againTimeout = 3 * time.Second
 )
 
 var _ cni.Adder = (*Watcher)(nil)
@@ -36,11 +38,10 @@ func (w *Watcher) AddPod(ctx context.Context, req cni.AddRequest) error {
 	if err != nil {
 		return err
 	}
-	namespace, err := w.findNamespace(ctx, req.PodNamespace)
+	verdict, err := w.judgeNow(ctx, pod)
 	if err != nil {
 		return err
 	}
-	verdict := w.Policy.Judge(pod, namespace)
 	if verdict.Want == WantOut {
 		return &cni.NotEligibleError{Reason: verdict.Reason}
 	}
@@ -120,15 +121,28 @@ func isMeant(pod *corev1.Pod, req cni.AddRequest) bool {
 	return req.PodUID == "" || req.PodUID == string(pod.UID) || req.PodUID == groupUID(pod)
 }
 
-func (w *Watcher) findNamespace(ctx context.Context, name string) (*corev1.Namespace, error) {
-	if namespace := w.namespace(name); namespace != nil {
-		return namespace, nil
+// judgeNow decides about a pod that is about to start. That it is not in the mesh cannot be put right later: its first packets
+// would be gone. So a namespace whose labels keep the pod out is asked for again, for the watch may be behind; if it cannot be had,
+// what the watch has told counts.
+func (w *Watcher) judgeNow(ctx context.Context, pod *corev1.Pod) (Verdict, error) {
+	cached := w.namespace(pod.Namespace)
+	verdict := w.Policy.Judge(pod, cached)
+	if verdict.Want != WantKnowledge && (verdict.Want != WantOut || w.Policy.Judge(pod, nil).Want == WantOut) {
+		return verdict, nil // whatever the namespace is like, or because it is as it is
 	}
-	ctx, cancel := context.WithTimeout(ctx, getTimeout)
+	patience := getTimeout
+	if cached != nil {
+		patience = againTimeout
+	}
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	namespace, err := w.Client.CoreV1().Namespaces().Get(ctx, name, metav1.GetOptions{})
-	if err != nil {
-		return nil, fmt.Errorf("find out whether namespace %s is in the mesh: %w", name, err)
+	namespace, err := w.Client.CoreV1().Namespaces().Get(ctx, pod.Namespace, metav1.GetOptions{})
+	switch {
+	case err == nil:
+		return w.Policy.Judge(pod, namespace), nil
+	case cached != nil:
+		return verdict, nil
+	default:
+		return Verdict{}, fmt.Errorf("find out whether namespace %s is in the mesh: %w", pod.Namespace, err)
 	}
-	return namespace, nil
 }

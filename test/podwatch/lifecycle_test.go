@@ -251,3 +251,33 @@ func TestAPortThatIsTakenIsSaid(t *testing.T) {
 		t.Errorf("it says %s", out)
 	}
 }
+
+// TestAPodThatStartsIsJudgedByItsNamespaceAsItIsNow has the watch of namespaces be behind.
+func TestAPodThatStartsIsJudgedByItsNamespaceAsItIsNow(t *testing.T) {
+	n := newNode(t)
+	n.CreateNamespace("shop", nil)
+	n.startAgent()
+	n.wantReady()
+	n.Forbid("watch", "namespaces")
+	n.Faults.Cut()
+	n.wantNotReady("list and watch namespaces")
+	p := n.CreatePod(kube.PodOptions{Namespace: "shop", Name: "first"})
+	p.Start()
+	if err := n.cniAdd(p); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.only(); err != nil {
+		t.Error(err)
+	}
+	n.LabelNamespace("shop", mode, "ambient")
+	p = n.CreatePod(kube.PodOptions{Namespace: "shop", Name: "second"})
+	p.Start()
+	if err := n.cniAdd(p); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.captured(p); err != nil {
+		t.Errorf("the pod may start, and is not captured: %v", err)
+	}
+	n.Allow()
+	n.wantReady()
+}
