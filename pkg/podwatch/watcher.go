@@ -37,6 +37,8 @@ const (
 	// firstRetry and lastRetry bound the time between tries, which doubles each time.
 	firstRetry = 50 * time.Millisecond
 	lastRetry  = 10 * time.Second
+	// logEvery is which tries are logged after the first ones: of those that come after lastRetry, one in five minutes.
+	logEvery = 30
 	// statusEvery is how soon it is noticed that a proxy took a pod, or left it.
 	statusEvery = time.Second
 	// goneTimeout bounds the question whether a pod that was never seen still exists.
@@ -317,8 +319,10 @@ func work(ctx context.Context, w *Watcher, queue workqueue.TypedRateLimitingInte
 		}
 		if ctx.Err() == nil {
 			if err := do(ctx, uid); err != nil {
-				w.Log.Warn("cannot do what is wanted of a pod: it is tried again", "uid", uid, "tries", queue.NumRequeues(uid)+1, "error", err)
 				queue.AddRateLimited(uid)
+				if tries := queue.NumRequeues(uid); tries <= quietTries || tries%logEvery == 0 {
+					w.Log.Warn("cannot do what is wanted of a pod: it is tried again", "uid", uid, "tries", tries, "error", err)
+				}
 			} else {
 				queue.Forget(uid)
 			}

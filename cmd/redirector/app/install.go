@@ -54,7 +54,7 @@ func (o *pluginOptions) addPluginFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.ownedName, "istio-owned-cni-config-filename", cni.DefaultOwnedName, "name of that copy")
 	flags.BoolVar(&o.groupRead, "cni-conf-group-read", false, "let the group read files that are made: mode 0640 instead of 0600")
 	flags.DurationVar(&o.timeout, "cni-timeout", cni.DefaultTimeout, "how long the plugin waits for the agent")
-	flags.StringVar(&o.exclude, "exclude-namespaces", "", "namespaces whose pods start without asking the agent, with commas in between")
+	flags.StringVar(&o.exclude, "exclude-namespaces", "", "namespaces whose pods are never enrolled, and start without asking the agent, with commas in between")
 	flags.StringVar(&o.podNamespace, "pod-namespace", "", "namespace of the agent's own pod, which starts without asking the agent")
 	flags.StringVar(&o.podName, "pod-name", "", "name of the agent's own pod: its DaemonSet's others start without asking, too")
 	for _, name := range []string{

@@ -135,6 +135,11 @@ func (a *kubernetesAgent) configure(runDir string) error {
 			return usagef("bad --%s %q: %s", flag, name, strings.Join(problems, "; "))
 		}
 	}
+	for _, name := range o.excluded() {
+		if problems := validation.IsDNS1123Label(name); len(problems) > 0 {
+			return usagef("bad --exclude-namespaces %q: %s", name, strings.Join(problems, "; "))
+		}
+	}
 	text := o.selectors
 	if strings.TrimSpace(text) == "" {
 		text = podwatch.DefaultSelectors

@@ -55,6 +55,7 @@ func TestKubernetesRefusals(t *testing.T) {
 		"a bad pod name":             {args: []string{"--pod-name", "a b"}, code: exitUsage, words: []string{"--pod-name", "a b"}},
 		"a bad DaemonSet":            {args: []string{"--daemonset", "a/b"}, code: exitUsage, words: []string{"--daemonset", "a/b"}},
 		"a bad DaemonSet, by env":    {env: map[string]string{"DAEMONSET_NAME": "a/b"}, code: exitUsage, words: []string{"--daemonset", "a/b"}},
+		"a bad namespace":            {args: []string{"--exclude-namespaces", "a, b_c"}, code: exitUsage, words: []string{"--exclude-namespaces", "b_c"}},
 		"no YAML":                    {args: []string{"--ambient-enablement-selector", "["}, code: exitUsage, words: []string{"--ambient-enablement-selector", "YAML"}},
 		"a misspelt selector":        {env: map[string]string{"AMBIENT_ENABLEMENT_SELECTOR": "[{podselectors: {}}]"}, code: exitUsage, words: []string{"--ambient-enablement-selector", "podselectors"}},
 		"an empty selector list":     {args: []string{"--ambient-enablement-selector", "[]"}, code: exitUsage, words: []string{"--ambient-enablement-selector", "at least one"}},
