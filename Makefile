@@ -33,8 +33,9 @@ TESTFLAGS ?=
 KERNELS := 5.10 6.1 6.12 newest
 KERNEL ?= $(KERNELS)
 RUN ?=
-# Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins or resolvers, or many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/mutate test/cni test/resolvers
+# Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins or resolvers, an API server, or many
+# minutes.
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/mutate test/cni test/resolvers test/kube test/podwatch
 VMFLAGS ?=
 
 .PHONY: help
@@ -80,6 +81,10 @@ vmtest: vm-kernels ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=Tes
 vm-kernels: ## Put the kernels of vmtest and QEMU on this machine
 	@hack/install-deps.sh vm
 	@test/vm/fetch.sh $(KERNEL)
+
+.PHONY: kube
+kube: ## Build the etcd and kube-apiserver of the tests, once; tests that need them do the same
+	@go run ./test/kube/cmd/kubebinary
 
 .PHONY: generate
 generate: ## Compile the BPF programs and the protocol buffers (clang 19, protoc)

@@ -91,12 +91,11 @@ func (e *Enroller) shown(uid string) *Pod {
 	return nil
 }
 
-// Pod describes one enrolled pod; the error wraps ErrNotEnrolled if it is not. It does not wait for work on the pod that is
-// under way.
-func (e *Enroller) Pod(uid string) (Pod, error) {
+// Brief is Pod without Listeners and Counters, for which the kernel has to be asked; false if the pod is not enrolled.
+func (e *Enroller) Brief(uid string) (Pod, bool) {
 	shown := e.shown(uid)
 	if shown == nil {
-		return Pod{}, ErrNotEnrolled
+		return Pod{}, false
 	}
 	out := *shown
 	if proxied, ok := e.Proxies.Pod(uid); ok {
@@ -104,6 +103,16 @@ func (e *Enroller) Pod(uid string) (Pod, error) {
 		if len(proxied.Acked) > 0 {
 			out.State = StateEnrolled
 		}
+	}
+	return out, true
+}
+
+// Pod describes one enrolled pod; the error wraps ErrNotEnrolled if it is not. It does not wait for work on the pod that is
+// under way.
+func (e *Enroller) Pod(uid string) (Pod, error) {
+	out, ok := e.Brief(uid)
+	if !ok {
+		return Pod{}, ErrNotEnrolled
 	}
 	var err error
 	if out.Listeners, err = e.Datapath.Maps().Listeners(out.NetNSCookie); err != nil {

@@ -128,7 +128,7 @@ func candidates() ([]string, error) {
 	if err := lines.Err(); err != nil {
 		return nil, fmt.Errorf("look for network namespaces: %w", err)
 	}
-	procs, err := filepath.Glob("/proc/[0-9]*/ns/net")
+	procs, err := filepath.Glob(filepath.Join(proc(), "[0-9]*/ns/net"))
 	if err != nil {
 		return nil, fmt.Errorf("look for network namespaces: %w", err)
 	}

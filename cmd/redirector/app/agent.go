@@ -45,6 +45,8 @@ type agentOptions struct {
 	probes        hostprobe.Addrs
 
 	dnsCapture bool
+
+	kube kubernetesOptions
 }
 
 // The values of the flags that say who is who, with what the programs call them.
@@ -67,21 +69,27 @@ func newAgent(env *Env) *cobra.Command {
 		probes:        hostprobe.Defaults,
 	}
 	cmd := &cobra.Command{
-		Use:   "agent --standalone",
+		Use:   "agent",
 		Short: "Run the node's agent",
 		Long: `Run the node's agent: load the dataplane, or take over the one that an earlier agent has left, serve
 node proxies and the other commands, and look after the enrolled pods.
 
+It enrols the pods of its node, --node-name, that Kubernetes says are in the mesh, before they start by means
+of its CNI plugin, and writes into the annotation ambient.istio.io/redirection how far each is. With
+--standalone there is no Kubernetes, and pods come from "redirector enroll".
+
 The agent needs root, a kernel of version 6.1 or later, a BPF filesystem and a cgroup2 filesystem. It
 runs until SIGTERM or SIGINT. The dataplane works on without it: pods stay enrolled, and a new agent, of this
-version or a neighbouring one, takes them over. "redirector cleanup" takes everything away.
+version or a neighbouring one, takes them over. "redirector cleanup" takes everything away, and so
+does an agent that is told to stop when its DaemonSet is gone.
 
 There is one agent per run-dir and per dataplane. A second one refuses to start and names the first; with
 --take-over it sends SIGTERM to the first and waits up to 30 s for it to end.
 
 Each flag has a twin in the environment, named beside it. The flag wins; a variable that is set to
 nothing counts as unset.`,
-		Example: `  redirector agent --standalone
+		Example: `  redirector agent --node-name node-1 --kubeconfig /etc/kubernetes/redirector.conf
+  redirector agent --standalone
   redirector agent --standalone --cgroup /sys/fs/cgroup/unified --log-format json
   RUN_DIR=/run/redirector STANDALONE=true redirector agent`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context(), env) },
@@ -89,6 +97,7 @@ nothing counts as unset.`,
 	flags := cmd.Flags()
 	flags.BoolVar(&o.standalone, "standalone", false, "run without Kubernetes: pods come from redirector enroll")
 	flags.BoolVar(&o.takeOver, "take-over", false, "if an agent runs already, have it stop, and take its place")
+	o.kube.addFlags(flags)
 	addRunDir(flags, &o.runDir)
 	addZDSSocket(flags, &o.zdsSocket)
 	addBPFFS(flags, &o.bpffs)
@@ -114,11 +123,11 @@ nothing counts as unset.`,
 }
 
 func (o *agentOptions) run(ctx context.Context, env *Env) error {
-	if !o.standalone {
-		return usagef("this version runs without Kubernetes only: use --standalone")
-	}
 	log := o.newLog(env)
 	err := o.serve(ctx, env, log)
+	if err == nil && o.kube.gone {
+		err = (&cleanupOptions{runDir: o.runDir, bpffs: o.bpffs, zdsSocket: o.zdsSocket}).clean()
+	}
 	if err != nil && o.logFormat.value == logJSON {
 		// Whoever reads JSON wants this line to be JSON, too.
 		log.Error("agent failed", "error", oneLine(err))
@@ -164,6 +173,11 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		return err
 	}
 	defer func() { err = errors.Join(err, lock.release()) }()
+	kube, err := o.kube.prepare(ctx, o.standalone, o.runDir, log)
+	if err != nil {
+		return err
+	}
+	defer unlessStarted(kube.close)
 
 	datapath, err := fromOther(ctx, o, log, func() (*loader.Datapath, error) {
 		return loader.Open(loader.Options{BPFFS: o.bpffs, Cgroup: o.cgroup, Release: env.buildInfo().Version})
@@ -222,6 +236,9 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 	defer unlessStarted(removeStateDir)
 	enroller := enroll.New(enroll.Config{Datapath: datapath, Proxies: proxies, StateDir: stateDir, Log: log, DNSCapture: o.dnsCapture})
 	defer enroller.Close()
+	if err := kube.watch(enroller, o.runDir); err != nil {
+		return err
+	}
 	if err := enroller.Restore(ctx); err != nil {
 		return fmt.Errorf("take over the enrolled pods: %w", err)
 	}
@@ -254,10 +271,13 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 	group.Go(func() error { return who.Run(groupCtx) })
 	group.Go(func() error { return enroller.Reconcile(groupCtx) })
 	group.Go(func() error { return enroller.KeepNode(groupCtx) })
+	kube.serve(groupCtx, group)
 	log.Info("ready", "version", env.buildInfo().Version, "pid", os.Getpid(), "run_dir", o.runDir, "zds_socket", o.zdsSocket,
 		"bpffs", o.bpffs, "cgroup", o.cgroup, "adopted", datapath.Adopted(), "took", time.Since(start))
 	err = group.Wait()
-	log.Info("stopped: the dataplane works on, and pods stay enrolled")
+	if o.kube.gone = err == nil && kube.leaves(ctx); !o.kube.gone {
+		log.Info("stopped: the dataplane works on, and pods stay enrolled")
+	}
 	return err
 }
 

@@ -54,7 +54,7 @@ func (o *pluginOptions) addPluginFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.ownedName, "istio-owned-cni-config-filename", cni.DefaultOwnedName, "name of that copy")
 	flags.BoolVar(&o.groupRead, "cni-conf-group-read", false, "let the group read files that are made: mode 0640 instead of 0600")
 	flags.DurationVar(&o.timeout, "cni-timeout", cni.DefaultTimeout, "how long the plugin waits for the agent")
-	flags.StringVar(&o.exclude, "exclude-namespaces", "", "namespaces whose pods start without asking the agent, with commas in between")
+	flags.StringVar(&o.exclude, "exclude-namespaces", "", "namespaces whose pods are never enrolled, and start without asking the agent, with commas in between")
 	flags.StringVar(&o.podNamespace, "pod-namespace", "", "namespace of the agent's own pod, which starts without asking the agent")
 	flags.StringVar(&o.podName, "pod-name", "", "name of the agent's own pod: its DaemonSet's others start without asking, too")
 	for _, name := range []string{
@@ -77,11 +77,7 @@ func (o *pluginOptions) installer(log *slog.Logger) (*cni.Installer, error) {
 	if o.timeout != cni.DefaultTimeout {
 		entry.Timeout = o.timeout.String()
 	}
-	for name := range strings.SplitSeq(o.exclude, ",") {
-		if name = strings.TrimSpace(name); name != "" {
-			entry.ExcludeNamespaces = append(entry.ExcludeNamespaces, name)
-		}
-	}
+	entry.ExcludeNamespaces = o.excluded()
 	installer, err := cni.NewInstaller(cni.Options{
 		NetDir: o.netDir, BinDir: o.binDir, CacheDir: o.cacheDir,
 		ConfName: o.confName, Chained: o.chained, Owned: o.owned, OwnedName: o.ownedName, GroupRead: o.groupRead,
@@ -92,6 +88,17 @@ func (o *pluginOptions) installer(log *slog.Logger) (*cni.Installer, error) {
 		return nil, &usageError{err}
 	}
 	return installer, nil
+}
+
+// excluded are the namespaces whose pods are never in the mesh.
+func (o *pluginOptions) excluded() []string {
+	var names []string
+	for name := range strings.SplitSeq(o.exclude, ",") {
+		if name = strings.TrimSpace(name); name != "" {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // podPrefix is what the names of a DaemonSet's pods have in common: all up to the last part, which is the pod's own.

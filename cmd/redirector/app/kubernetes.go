@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/spf13/pflag"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+
+	"github.com/redirector-dataplane/redirector/pkg/cni"
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
+	"github.com/redirector-dataplane/redirector/pkg/podwatch"
+)
+
+const (
+	defaultProc      = "/proc"
+	defaultDaemonSet = "redirector"
+	defaultSystem    = "istio-system"
+	// defaultHealth is where istio-cni's DaemonSet has its readiness probe look.
+	defaultHealth = ":8000"
+	// clientQPS and clientBurst bound the requests to the API server, as istio-cni does: a node that starts writes an annotation
+	// for each of its pods.
+	clientQPS, clientBurst = 80, 160
+	// leaveTimeout bounds how long the agent, when told to stop, asks whether it will come back. Of the 30 s that a pod has to
+	// stop, most is left for cleaning up.
+	leaveTimeout = 5 * time.Second
+	// removeTimeout bounds how long it removes annotations then.
+	removeTimeout = 10 * time.Second
+)
+
+// kubernetesOptions are those of an agent that pods come to from Kubernetes.
+type kubernetesOptions struct {
+	pluginOptions
+	node, kubeconfig, system, daemonSet string
+	selectors                           string
+	proc                                string
+	healthAddr                          string
+	installCNI                          bool
+	// gone says that the agent has ended for good, and the node has to be cleaned up.
+	gone bool
+}
+
+func (o *kubernetesOptions) addFlags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.node, "node-name", "", "name of this node; needed without --standalone")
+	addPath(flags, &o.kubeconfig, "kubeconfig", "", "how to reach the API server (default: as pods do, by their service account)")
+	flags.StringVar(&o.system, "system-namespace", defaultSystem, "namespace of the node proxy, which is never enrolled")
+	flags.StringVar(&o.daemonSet, "daemonset", defaultDaemonSet, "the agent's DaemonSet, in --pod-namespace: when it is gone as the agent stops, the agent cleans up")
+	flags.StringVar(&o.selectors, "ambient-enablement-selector", "", "which pods are in the mesh: a YAML list of podSelector and namespaceSelector "+
+		"(default: by the label istio.io/dataplane-mode of pod or namespace)")
+	addPath(flags, &o.proc, "proc", defaultProc, "the node's /proc")
+	flags.StringVar(&o.healthAddr, "health-addr", "", "address of /healthz and /readyz (default: "+defaultHealth+", none with --standalone)")
+	flags.BoolVar(&o.installCNI, "install-cni", true, "install the CNI plugin and keep it installed; not with --standalone")
+	for _, name := range []string{"node-name", "kubeconfig", "system-namespace", "ambient-enablement-selector", "proc", "health-addr", "install-cni"} {
+		twin(flags, name)
+	}
+	twin(flags, "daemonset", "DAEMONSET_NAME")
+	o.addPluginFlags(flags)
+}
+
+// kubernetesAgent is the part of an agent that has to do with Kubernetes. Nil where there is none of it.
+type kubernetesAgent struct {
+	opts      *kubernetesOptions
+	log       *slog.Logger
+	policy    podwatch.Policy
+	client    kubernetes.Interface
+	health    podwatch.Health
+	listener  net.Listener   // for health checks; nil: none
+	plugins   net.Listener   // for the CNI plugin; nil: none
+	installer *cni.Installer // nil: none
+	// installed is what became of the last look at the plugin's installation; nil before the first.
+	installed atomic.Pointer[error]
+	watcher   *podwatch.Watcher
+}
+
+// prepare does all that may fail. With standalone there is nothing but health checks, if they were asked for.
+func (o *kubernetesOptions) prepare(ctx context.Context, standalone bool, runDir string, log *slog.Logger) (_ *kubernetesAgent, err error) {
+	a := &kubernetesAgent{opts: o, log: log}
+	defer func() {
+		if err != nil {
+			a.close()
+		}
+	}()
+	addr := o.healthAddr
+	if !standalone {
+		if addr == "" {
+			addr = defaultHealth
+		}
+		if err := a.configure(runDir); err != nil {
+			return nil, err
+		}
+	}
+	if addr != "" {
+		if a.listener, err = listenHealth(ctx, addr); err != nil {
+			return nil, err
+		}
+	}
+	if !standalone {
+		a.plugins, err = cni.ListenSocket(filepath.Join(runDir, cni.SocketName))
+	}
+	return a, err
+}
+
+// configure reads the options.
+func (a *kubernetesAgent) configure(runDir string) error {
+	o := a.opts
+	if o.node == "" {
+		return usagef("the node's name is not known: set --node-name or NODE_NAME, in a DaemonSet from spec.nodeName, or use --standalone")
+	}
+	if problems := validation.IsDNS1123Subdomain(o.node); len(problems) > 0 {
+		return usagef("bad --node-name %q: %s", o.node, strings.Join(problems, "; "))
+	}
+	for flag, name := range map[string]string{"pod-namespace": o.podNamespace, "system-namespace": o.system} {
+		if problems := validation.IsDNS1123Label(name); name != "" && len(problems) > 0 {
+			return usagef("bad --%s %q: %s", flag, name, strings.Join(problems, "; "))
+		}
+	}
+	for flag, name := range map[string]string{"pod-name": o.podName, "daemonset": o.daemonSet} {
+		if problems := validation.IsDNS1123Subdomain(name); name != "" && len(problems) > 0 {
+			return usagef("bad --%s %q: %s", flag, name, strings.Join(problems, "; "))
+		}
+	}
+	for _, name := range o.excluded() {
+		if problems := validation.IsDNS1123Label(name); len(problems) > 0 {
+			return usagef("bad --exclude-namespaces %q: %s", name, strings.Join(problems, "; "))
+		}
+	}
+	text := o.selectors
+	if strings.TrimSpace(text) == "" {
+		text = podwatch.DefaultSelectors
+	}
+	selectors, err := podwatch.ParseSelectors(text)
+	if err != nil {
+		return usagef("bad --ambient-enablement-selector: %w", err)
+	}
+	if _, err := os.Stat(filepath.Join(o.proc, "1")); err != nil {
+		return usagef("bad --proc %s: %w: name where the node's /proc is mounted", o.proc, err)
+	}
+	podns.UseProc(o.proc)
+
+	o.pluginOptions.runDir = runDir
+	installer, err := o.pluginOptions.installer(a.log)
+	if err != nil {
+		return err
+	}
+	if o.installCNI {
+		a.installer = installer
+	}
+	a.policy = podwatch.Policy{
+		Selectors:         selectors,
+		ExcludeNamespaces: o.excluded(),
+		SystemNamespace:   o.system,
+		AgentNamespace:    o.podNamespace,
+		AgentDaemonSet:    o.daemonSet,
+		AgentPod:          o.podName,
+	}
+	return a.connect()
+}
+
+// connect makes the client, which does not connect before it is used.
+func (a *kubernetesAgent) connect() error {
+	var config *rest.Config
+	var err error
+	if path := a.opts.kubeconfig; path != "" {
+		config, err = clientcmd.BuildConfigFromFlags("", path)
+		if err != nil {
+			return usagef("bad --kubeconfig %s: %w", path, err)
+		}
+	} else if config, err = rest.InClusterConfig(); err != nil {
+		return usagef("reach the API server: %w: run this as a pod with a service account, name a file with --kubeconfig, or use --standalone", err)
+	}
+	config.QPS, config.Burst = clientQPS, clientBurst
+	config.ContentType = runtime.ContentTypeProtobuf
+	config.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
+	config.UserAgent = "redirector"
+	config.Wrap(a.health.Wrap)
+	klog.SetSlogLogger(a.log)
+	if a.client, err = kubernetes.NewForConfig(config); err != nil {
+		return usagef("bad --kubeconfig %s: %w", a.opts.kubeconfig, err)
+	}
+	return nil
+}
+
+// close gives back what prepare has opened.
+func (a *kubernetesAgent) close() {
+	for _, l := range []net.Listener{a.listener, a.plugins} {
+		if l != nil {
+			_ = l.Close()
+		}
+	}
+}
+
+// watch makes what looks after the pods, without starting it.
+func (a *kubernetesAgent) watch(enroller *enroll.Enroller, runDir string) (err error) {
+	if a.client == nil {
+		return nil
+	}
+	a.watcher, err = podwatch.New(podwatch.Options{
+		Client: a.client, Node: a.opts.node, Policy: a.policy, Enroller: enroller, RunDir: runDir, Log: a.log,
+	})
+	return err
+}
+
+// serve adds to a group what is done until ctx is done. The pods that were enrolled have been taken over.
+func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
+	conditions := []condition{{"dataplane", func() error { return nil }}}
+	if a.watcher != nil {
+		group.Go(func() error { return a.watcher.Run(ctx) })
+		group.Go(func() error { return cni.NewServer(a.watcher, a.log).Serve(ctx, a.plugins) })
+		conditions = append(conditions, condition{"kubernetes", a.health.Err}, condition{"pods", a.watcher.Ready})
+	}
+	if a.installer != nil {
+		group.Go(func() error {
+			// Pods that run need no plugin: the agent works on without, and is not ready.
+			if err := a.installer.Run(ctx, func(err error) { a.installed.Store(&err) }); err != nil {
+				a.log.Error("cannot look after the CNI plugin", "error", oneLine(err))
+				a.installed.Store(&err)
+			}
+			return nil
+		})
+		conditions = append(conditions, condition{"cni", func() error {
+			if err := a.installed.Load(); err != nil {
+				return *err
+			}
+			return errors.New("the CNI plugin's installation was not looked at yet")
+		}})
+	}
+	if a.listener != nil {
+		group.Go(func() error { return serveHealth(ctx, a.listener, conditions, a.log) })
+	}
+}
+
+// leaves says whether the agent, which was told to stop, goes for good. If so it has removed what only it can: the plugin, so that
+// no pod waits for an agent, and the pods' annotations.
+func (a *kubernetesAgent) leaves(ctx context.Context) bool {
+	if a.client == nil {
+		return false
+	}
+	// The context is the one that was done for the agent to stop.
+	ctx = context.WithoutCancel(ctx)
+	asking, cancel := context.WithTimeout(ctx, leaveTimeout)
+	defer cancel()
+	gone, why := podwatch.Uninstalled(asking, a.client, a.opts.podNamespace, a.opts.daemonSet)
+	if !gone {
+		a.log.Info("everything stays for the next agent", "reason", why)
+		return false
+	}
+	a.log.Info("everything is removed from the node", "reason", why)
+	if a.installer != nil {
+		if _, err := a.installer.Uninstall(cni.KeepIfCached); err != nil {
+			a.log.Error("cannot take the CNI plugin off the node: use redirector uninstall", "error", oneLine(err))
+		}
+	}
+	removing, cancel := context.WithTimeout(ctx, removeTimeout)
+	defer cancel()
+	if err := a.watcher.RemoveStatus(removing); err != nil {
+		a.log.Warn("pods keep an annotation that is not so any more", "annotation", podwatch.StatusAnnotation, "error", oneLine(err))
+	}
+	return true
+}

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	appsv1 "k8s.io/api/apps/v1"
+	authenticationv1 "k8s.io/api/authentication/v1"
+	authorizationv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+const (
+	// AgentNamespace is the namespace of the agent: a value for POD_NAMESPACE.
+	AgentNamespace = "istio-system"
+	// AgentAccount is the name of its service account, its ClusterRole, the binding of both, and its DaemonSet.
+	AgentAccount = "redirector"
+	appLabel     = "app"
+	// agentUser is what the API server calls it.
+	agentUser = "system:serviceaccount:" + AgentNamespace + ":" + AgentAccount
+)
+
+// agentRules are the rights that the agent has in a cluster, and no more.
+func agentRules() []rbacv1.PolicyRule {
+	rule := func(group, resource string, verbs ...string) rbacv1.PolicyRule {
+		return rbacv1.PolicyRule{APIGroups: []string{group}, Resources: []string{resource}, Verbs: verbs}
+	}
+	return []rbacv1.PolicyRule{
+		rule("", "pods", "get", "list", "watch"),
+		rule("", "namespaces", "get", "list", "watch"),
+		rule("", "pods/status", "patch"),
+		rule("", "events", "create", "patch"),
+		rule("apps", "daemonsets", "get"),
+	}
+}
+
+// makeAgentAccount makes the agent's DaemonSet, of which no pod comes by itself here, its account with its rights, and the kubeconfig
+// with a token for it.
+func (c *Cluster) makeAgentAccount() {
+	c.tb.Helper()
+	ctx, named := c.tb.Context(), metav1.ObjectMeta{Name: AgentAccount}
+	c.CreateNamespace(AgentNamespace, nil)
+	_, err := c.Admin.CoreV1().ServiceAccounts(AgentNamespace).Create(ctx, &corev1.ServiceAccount{ObjectMeta: named}, create)
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	labels := map[string]string{appLabel: AgentAccount}
+	_, err = c.Admin.AppsV1().DaemonSets(AgentNamespace).Create(ctx, &appsv1.DaemonSet{
+		ObjectMeta: named,
+		Spec: appsv1.DaemonSetSpec{
+			Selector: &metav1.LabelSelector{MatchLabels: labels},
+			Template: corev1.PodTemplateSpec{
+				ObjectMeta: metav1.ObjectMeta{Labels: labels},
+				Spec: corev1.PodSpec{
+					ServiceAccountName: AgentAccount,
+					Containers:         []corev1.Container{{Name: "agent", Image: "redirector"}},
+				},
+			},
+		},
+	}, create)
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	_, err = c.Admin.RbacV1().ClusterRoles().Create(ctx, &rbacv1.ClusterRole{ObjectMeta: named, Rules: agentRules()}, create)
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	_, err = c.Admin.RbacV1().ClusterRoleBindings().Create(ctx, &rbacv1.ClusterRoleBinding{
+		ObjectMeta: named,
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: AgentAccount},
+		Subjects:   []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: AgentNamespace, Name: AgentAccount}},
+	}, create)
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	for _, r := range agentRules() {
+		for _, verb := range r.Verbs {
+			c.wantRight(verb, r.APIGroups[0], r.Resources[0], true)
+		}
+	}
+	token, err := c.Admin.CoreV1().ServiceAccounts(AgentNamespace).CreateToken(ctx, AgentAccount, &authenticationv1.TokenRequest{}, create)
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	if err := c.writeKubeconfig(token.Status.Token); err != nil {
+		c.tb.Fatal(err)
+	}
+}
+
+// DeleteDaemonSet removes the agent's DaemonSet, as an uninstallation does.
+func (c *Cluster) DeleteDaemonSet() {
+	c.tb.Helper()
+	if err := c.Admin.AppsV1().DaemonSets(AgentNamespace).Delete(c.tb.Context(), AgentAccount, metav1.DeleteOptions{}); err != nil {
+		c.tb.Fatal(err)
+	}
+}
+
+// Forbid takes a right from the agent, and returns when the API server goes by that. The resource may have a subresource, "pods/status".
+func (c *Cluster) Forbid(verb, resource string) {
+	c.tb.Helper()
+	rules := agentRules()
+	for i := range rules {
+		if rules[i].Resources[0] == resource {
+			rules[i].Verbs = slices.DeleteFunc(rules[i].Verbs, func(v string) bool { return v == verb })
+		}
+	}
+	c.setRules(rules)
+	c.wantRight(verb, "", resource, false)
+}
+
+// Allow gives back what Forbid has taken.
+func (c *Cluster) Allow() {
+	c.tb.Helper()
+	c.setRules(agentRules())
+	for _, r := range agentRules() {
+		for _, verb := range r.Verbs {
+			c.wantRight(verb, r.APIGroups[0], r.Resources[0], true)
+		}
+	}
+}
+
+func (c *Cluster) setRules(rules []rbacv1.PolicyRule) {
+	c.tb.Helper()
+	rules = slices.DeleteFunc(rules, func(r rbacv1.PolicyRule) bool { return len(r.Verbs) == 0 })
+	role, err := c.Admin.RbacV1().ClusterRoles().Get(c.tb.Context(), AgentAccount, get)
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	role.Rules = rules
+	if _, err := c.Admin.RbacV1().ClusterRoles().Update(c.tb.Context(), role, update); err != nil {
+		c.tb.Fatal(err)
+	}
+}
+
+// wantRight waits until the API server's authorizer says that the agent has the right, or has it not.
+func (c *Cluster) wantRight(verb, group, resource string, want bool) {
+	c.tb.Helper()
+	resource, subresource, _ := strings.Cut(resource, "/")
+	c.eventually(fmt.Sprintf("the agent may %s %s: %t", verb, resource, want), func() error {
+		review, err := c.Admin.AuthorizationV1().SubjectAccessReviews().Create(c.tb.Context(), &authorizationv1.SubjectAccessReview{
+			Spec: authorizationv1.SubjectAccessReviewSpec{
+				User: agentUser,
+				ResourceAttributes: &authorizationv1.ResourceAttributes{
+					Verb: verb, Group: group, Resource: resource, Subresource: subresource,
+				},
+			},
+		}, create)
+		if err != nil {
+			return err
+		}
+		if review.Status.Allowed != want {
+			return errors.New("the API server says otherwise")
+		}
+		return nil
+	})
+}
