@@ -36,10 +36,12 @@ func proc() string {
 }
 
 // podGroup is a cgroup that the kubelet makes for a pod: "pod" and the UID with the cgroupfs driver, the same at the end of a
-// slice's name with systemd's, which knows no '-' within a name and has '_' instead; a runtime with another driver than the kubelet puts ":cri-containerd:ID" behind it. What is above it is not looked at: from
-// within a container's cgroup namespace it begins with "/../..", and may name no kubepods. The UID of a static pod is a hash
-// without '-'.
-var podGroup = regexp.MustCompile(`^(?:[^/]*kubepods[^/]*-)?pod([0-9a-f]{8}(?:[-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12})(?:\.slice(?::.*)?)?$`)
+// slice's name with systemd's, which knows no '-' within a name and has '_' instead. A runtime with another driver than the kubelet
+// puts ":cri-containerd:ID" behind it. What is above it is not looked at: from within a container's cgroup namespace it begins with
+// "/../..", and may name no kubepods. The UID of a static pod is a hash without '-'.
+var podGroup = regexp.MustCompile(
+	`^(?:[^/]*kubepods[^/]*-)?pod([0-9a-f]{8}(?:[-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12})(?:\.slice(?::.*)?)?$`,
+)
 
 // PodUID tells which pod a process belongs to by the text of its /proc/PID/cgroup: "" if none. A pod's containers may have cgroups
 // of their own that look like pods', so the outermost counts. Where hierarchies disagree it is nobody's.

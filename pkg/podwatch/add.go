@@ -92,7 +92,7 @@ func (w *Watcher) findPod(ctx context.Context, req cni.AddRequest) (pod *corev1.
 	case apierrors.IsNotFound(err):
 		return nil, false, fmt.Errorf("the API server has no pod %s/%s: it was deleted meanwhile", req.PodNamespace, req.PodName)
 	case err != nil:
-		return nil, false, fmt.Errorf("find out whether pod %s/%s is in the mesh: the watch has not told of it, and the API server does not: %w",
+		return nil, false, fmt.Errorf("find out whether pod %s/%s is in the mesh: the watch has not told of it, nor does the API server: %w",
 			req.PodNamespace, req.PodName, err)
 	}
 	pod = stripPod(pod)

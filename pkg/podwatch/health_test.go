@@ -3,22 +3,38 @@
 package podwatch
 
 import (
+	"context"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"path/filepath"
 	"strings"
 	"testing"
 )
 
 func TestHealthKnowsWhatTheAPIServerDoesNotGive(t *testing.T) {
 	status := http.StatusOK
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }))
+	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }))
+	// Not by TCP: lo may be down.
+	socket := filepath.Join(t.TempDir(), "sock")
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server.Listener = listener
+	server.Start()
 	defer server.Close()
 	var h Health
-	client := http.Client{Transport: h.Wrap(&http.Transport{DisableKeepAlives: true})}
+	client := http.Client{Transport: h.Wrap(&http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		},
+	})}
 	do := func(method, path string, answer int) {
 		t.Helper()
 		status = answer
-		req, err := http.NewRequestWithContext(t.Context(), method, server.URL+path, http.NoBody)
+		req, err := http.NewRequestWithContext(t.Context(), method, "http://server"+path, http.NoBody)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -74,5 +90,5 @@ func TestHealthKnowsWhatTheAPIServerDoesNotGive(t *testing.T) {
 	do("GET", "/api/v1/namespaces/shop/pods/web", 0)
 	want()
 	do("GET", pods, 0)
-	want("list and watch pods", "refused")
+	want("list and watch pods", "no such file")
 }

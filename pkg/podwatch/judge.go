@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // The keys of labels and annotations that this package reads or writes; istio's are as istio-cni has them.
@@ -95,18 +96,10 @@ func (p *Policy) isAgent(pod *corev1.Pod) bool {
 	if p.AgentNamespace == "" || pod.Namespace != p.AgentNamespace {
 		return false
 	}
-	return p.AgentPod != "" && pod.Name == p.AgentPod || slices.ContainsFunc(ownersOf(pod), func(name string) bool { return name == p.AgentDaemonSet })
-}
-
-// ownersOf names the DaemonSets that own a pod.
-func ownersOf(pod *corev1.Pod) []string {
-	var names []string
-	for _, owner := range pod.OwnerReferences {
-		if owner.Kind == "DaemonSet" {
-			names = append(names, owner.Name)
-		}
+	ours := func(owner metav1.OwnerReference) bool {
+		return owner.Kind == "DaemonSet" && owner.Name == p.AgentDaemonSet
 	}
-	return names
+	return p.AgentPod != "" && pod.Name == p.AgentPod || slices.ContainsFunc(pod.OwnerReferences, ours)
 }
 
 // meshNamespace says whether pods of the namespace are in the mesh that do not say anything themselves.

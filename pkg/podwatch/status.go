@@ -141,7 +141,8 @@ func (w *Watcher) writeStatus(ctx context.Context, pod *corev1.Pod, value string
 	}
 	ctx, cancel := context.WithTimeout(ctx, patchTimeout)
 	defer cancel()
-	now, err := w.Client.CoreV1().Pods(pod.Namespace).Patch(ctx, pod.Name, types.MergePatchType, patch, metav1.PatchOptions{}, "status")
+	pods := w.Client.CoreV1().Pods(pod.Namespace)
+	now, err := pods.Patch(ctx, pod.Name, types.MergePatchType, patch, metav1.PatchOptions{}, "status")
 	switch {
 	case apierrors.IsNotFound(err), apierrors.IsConflict(err):
 		return nil

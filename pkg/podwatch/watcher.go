@@ -143,8 +143,8 @@ func New(opts Options) (*Watcher, error) {
 	}
 	_, errPods := w.pods.AddEventHandler(onPod)
 	_, errNamespaces := w.namespaces.AddEventHandler(onNamespace)
-	err := errors.Join(w.pods.SetTransform(strip), w.namespaces.SetTransform(strip), w.pods.AddIndexers(indexUID), errPods, errNamespaces)
-	if err != nil {
+	errStrip := errors.Join(w.pods.SetTransform(strip), w.namespaces.SetTransform(strip))
+	if err := errors.Join(errStrip, w.pods.AddIndexers(indexUID), errPods, errNamespaces); err != nil {
 		return nil, fmt.Errorf("watch pods and namespaces: %w", err)
 	}
 	return w, nil
@@ -171,8 +171,8 @@ func (w *Watcher) Run(ctx context.Context) error {
 			return nil
 		}
 		w.synced.Store(true)
-		w.Log.Info("the node's pods are known", "pods", len(w.pods.GetStore().ListKeys()), "namespaces", len(w.namespaces.GetStore().ListKeys()),
-			"took", time.Since(w.started))
+		w.Log.Info("the node's pods are known", "pods", len(w.pods.GetStore().ListKeys()),
+			"namespaces", len(w.namespaces.GetStore().ListKeys()), "took", time.Since(w.started))
 		for _, uid := range w.enrolled() {
 			w.queue.Add(uid)
 		}
@@ -311,7 +311,9 @@ func sameLabels(a, b map[string]string) bool {
 }
 
 // work takes UIDs from a queue until it is shut down.
-func work(ctx context.Context, w *Watcher, queue workqueue.TypedRateLimitingInterface[string], do func(context.Context, string) error) {
+func work(
+	ctx context.Context, w *Watcher, queue workqueue.TypedRateLimitingInterface[string], do func(context.Context, string) error,
+) {
 	for {
 		uid, down := queue.Get()
 		if down {

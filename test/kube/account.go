@@ -40,13 +40,14 @@ func agentRules() []rbacv1.PolicyRule {
 	}
 }
 
-// makeAgentAccount makes the agent's DaemonSet, of which no pod comes by itself here, its account with its rights, and the kubeconfig
-// with a token for it.
+// makeAgentAccount makes the agent's DaemonSet, of which no pod comes by itself here, its account with its rights, and the
+// kubeconfig with a token for it.
 func (c *Cluster) makeAgentAccount() {
 	c.tb.Helper()
 	ctx, named := c.tb.Context(), metav1.ObjectMeta{Name: AgentAccount}
 	c.CreateNamespace(AgentNamespace, nil)
-	_, err := c.Admin.CoreV1().ServiceAccounts(AgentNamespace).Create(ctx, &corev1.ServiceAccount{ObjectMeta: named}, create)
+	accounts := c.Admin.CoreV1().ServiceAccounts(AgentNamespace)
+	_, err := accounts.Create(ctx, &corev1.ServiceAccount{ObjectMeta: named}, create)
 	if err != nil {
 		c.tb.Fatal(err)
 	}
@@ -84,7 +85,7 @@ func (c *Cluster) makeAgentAccount() {
 			c.wantRight(verb, r.APIGroups[0], r.Resources[0], true)
 		}
 	}
-	token, err := c.Admin.CoreV1().ServiceAccounts(AgentNamespace).CreateToken(ctx, AgentAccount, &authenticationv1.TokenRequest{}, create)
+	token, err := accounts.CreateToken(ctx, AgentAccount, &authenticationv1.TokenRequest{}, create)
 	if err != nil {
 		c.tb.Fatal(err)
 	}
@@ -101,7 +102,8 @@ func (c *Cluster) DeleteDaemonSet() {
 	}
 }
 
-// Forbid takes a right from the agent, and returns when the API server goes by that. The resource may have a subresource, "pods/status".
+// Forbid takes a right from the agent, and returns when the API server goes by that. The resource may have a subresource,
+// "pods/status".
 func (c *Cluster) Forbid(verb, resource string) {
 	c.tb.Helper()
 	rules := agentRules()

@@ -9,8 +9,8 @@ import (
 	"os"
 )
 
-// auditPolicy has the API server log each of the agent's requests, and nobody else's. That of a watch is logged when it is answered,
-// and again when it ends.
+// auditPolicy has the API server log each of the agent's requests, and nobody else's. That of a watch is logged when it is
+// answered, and again when it ends.
 const auditPolicy = `apiVersion: audit.k8s.io/v1
 kind: Policy
 omitStages: [RequestReceived]

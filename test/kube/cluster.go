@@ -221,8 +221,8 @@ func (c *Cluster) eventually(what string, fn func() error) {
 	}
 }
 
-// Compact has etcd forget all revisions but the newest. With the API server started anew after it, a watch that wants to go on from an
-// older one is told 410 Gone.
+// Compact has etcd forget all revisions but the newest. With the API server started anew after it, a watch that wants to go on
+// from an older one is told 410 Gone.
 func (c *Cluster) Compact() {
 	c.tb.Helper()
 	var head struct {

@@ -99,7 +99,9 @@ func NewPod(o PodOptions) *corev1.Pod {
 	}
 	var owners []metav1.OwnerReference
 	if o.DaemonSet != "" {
-		owners = []metav1.OwnerReference{{APIVersion: "apps/v1", Kind: "DaemonSet", Name: o.DaemonSet, UID: "of-" + types.UID(o.DaemonSet)}}
+		owners = []metav1.OwnerReference{{
+			APIVersion: "apps/v1", Kind: "DaemonSet", Name: o.DaemonSet, UID: "of-" + types.UID(o.DaemonSet),
+		}}
 	}
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
@@ -185,7 +187,8 @@ func host(addr netip.Addr) *net.IPNet {
 	return &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())}
 }
 
-// Stop ends the pod's process and removes its cgroups and its network namespace, as a runtime does. The API server learns nothing of it.
+// Stop ends the pod's process and removes its cgroups and its network namespace, as a runtime does. The API server learns
+// nothing of it.
 func (p *Pod) Stop() {
 	p.c.tb.Helper()
 	err := p.Process.Kill()
@@ -294,14 +297,14 @@ func (c *Cluster) CreateNamespace(name string, labels map[string]string) {
 // LabelNamespace sets a label of a namespace; the value "" removes it.
 func (c *Cluster) LabelNamespace(name, key, value string) {
 	c.tb.Helper()
-	data := []byte(metadataPatch("labels", key, value))
-	if _, err := c.Admin.CoreV1().Namespaces().Patch(c.tb.Context(), name, types.MergePatchType, data, metav1.PatchOptions{}); err != nil {
+	data, namespaces := []byte(metadataPatch("labels", key, value)), c.Admin.CoreV1().Namespaces()
+	if _, err := namespaces.Patch(c.tb.Context(), name, types.MergePatchType, data, metav1.PatchOptions{}); err != nil {
 		c.tb.Fatal(err)
 	}
 }
 
-// DeleteNamespace removes a namespace with the objects of its pods, as the controller manager and the kubelet do: first it is on its
-// way out, then its pods go, then it.
+// DeleteNamespace removes a namespace with the objects of its pods, as the controller manager and the kubelet do: first it is
+// on its way out, then its pods go, then it.
 func (c *Cluster) DeleteNamespace(name string) {
 	c.tb.Helper()
 	ctx, now := c.tb.Context(), int64(0)

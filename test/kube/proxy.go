@@ -13,8 +13,8 @@ import (
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
 
-// FaultProxy is a TCP proxy on the node through which the agent reaches the API server, and that does to the connection what networks
-// and dying servers do. It knows nothing of TLS or HTTP. As made it passes everything on.
+// FaultProxy is a TCP proxy on the node through which the agent reaches the API server, and that does to the connection what
+// networks and dying servers do. It knows nothing of TLS or HTTP. As made it passes everything on.
 type FaultProxy struct {
 	// Addr is where it listens, on the node's loopback.
 	Addr netip.AddrPort

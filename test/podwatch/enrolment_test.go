@@ -9,7 +9,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/kube"
 )
@@ -47,23 +46,37 @@ func matrix() []still {
 	return cases
 }
 
-func annotated(key, value string) kube.PodOptions {
-	return kube.PodOptions{Namespace: "mesh", Annotations: map[string]string{key: value}}
+// asking is a pod that asks to be in the mesh.
+func asking(namespace string) kube.PodOptions {
+	return kube.PodOptions{Namespace: namespace, Labels: map[string]string{mode: "ambient"}}
 }
+
+// proxyLike is a pod that is labelled as the node proxy's are.
+func proxyLike(namespace string) kube.PodOptions {
+	return kube.PodOptions{Namespace: namespace, Labels: map[string]string{"app": "ztunnel", mode: "ambient"}}
+}
+
+func annotatedIn(namespace, key, value string) kube.PodOptions {
+	return kube.PodOptions{Namespace: namespace, Annotations: map[string]string{key: value}}
+}
+
+func annotated(key, value string) kube.PodOptions { return annotatedIn("mesh", key, value) }
 
 var stills = append(matrix(), []still{
 	{name: "excluded namespace", pod: kube.PodOptions{Namespace: "kube-system"}},
-	{name: "excluded namespace, pod asks", pod: kube.PodOptions{Namespace: "kube-system", Labels: map[string]string{mode: "ambient"}}},
+	{name: "excluded namespace, pod asks", pod: asking("kube-system")},
 	{name: "the host's network", pod: kube.PodOptions{Namespace: "mesh", HostNetwork: true}},
-	{name: "the host's network, pod asks", pod: kube.PodOptions{Namespace: "unlabelled", HostNetwork: true, Labels: map[string]string{mode: "ambient"}}},
+	{name: "the host's network, pod asks", pod: kube.PodOptions{
+		Namespace: "unlabelled", HostNetwork: true, Labels: map[string]string{mode: "ambient"},
+	}},
 	{name: "a sidecar", pod: annotated(sidecar, `{"containers":["istio-proxy"]}`)},
 	{name: "a sidecar, empty", pod: annotated(sidecar, "")},
-	{name: "the node proxy", pod: kube.PodOptions{Namespace: kube.AgentNamespace, Labels: map[string]string{"app": "ztunnel", mode: "ambient"}}},
-	{name: "the node proxy's name elsewhere", pod: kube.PodOptions{Namespace: "mesh", Labels: map[string]string{"app": "ztunnel"}}, want: true},
+	{name: "the node proxy", pod: proxyLike(kube.AgentNamespace)},
+	{name: "the node proxy's name elsewhere", pod: proxyLike("mesh"), want: true},
 	{name: "a pod of the agent's DaemonSet", pod: kube.PodOptions{
 		Namespace: kube.AgentNamespace, Labels: map[string]string{mode: "ambient"}, DaemonSet: kube.AgentAccount,
 	}},
-	{name: "another beside the agent", pod: kube.PodOptions{Namespace: kube.AgentNamespace, Labels: map[string]string{mode: "ambient"}}, want: true},
+	{name: "another beside the agent", pod: asking(kube.AgentNamespace), want: true},
 	{name: "another DaemonSet's", pod: kube.PodOptions{Namespace: "mesh", DaemonSet: "log-shipper"}, want: true},
 	{name: "another node's", pod: kube.PodOptions{Namespace: "mesh", Node: "elsewhere"}},
 
@@ -87,9 +100,9 @@ var stills = append(matrix(), []still{
 	{name: "DNS capture true", pod: annotated(dnsCapture, "true"), want: true, dns: true},
 	{name: "DNS capture false", pod: annotated(dnsCapture, "false"), want: true},
 	{name: "DNS capture nonsense", pod: annotated(dnsCapture, "2"), want: true},
-	{name: "annotated as enabled, and is not in", pod: kube.PodOptions{Namespace: "unlabelled", Annotations: map[string]string{redirection: "enabled"}}},
+	{name: "annotated as enabled, and is not in", pod: annotatedIn("unlabelled", redirection, "enabled")},
 	{name: "annotated as enabled, and is to be", pod: annotated(redirection, "enabled"), want: true},
-	{name: "annotated as pending, and is not in", pod: kube.PodOptions{Namespace: "unlabelled", Annotations: map[string]string{redirection: "pending"}}},
+	{name: "annotated as pending, and is not in", pod: annotatedIn("unlabelled", redirection, "pending")},
 }...)
 
 // makeNamespaces makes those that the cases are in.
@@ -130,8 +143,8 @@ func (n *node) wantStill(s still, p *kube.Pod) {
 	}
 	n.wantIn(p)
 	entry := n.kernel()[p.NS.Cookie]
-	if got := (maps.Pod{BypassInbound: entry.BypassInbound, DNSCapture: entry.DNSCapture}); got != (maps.Pod{BypassInbound: s.bypass, DNSCapture: s.dns}) {
-		n.t.Errorf("the kernel has bypass %t and DNS capture %t, want %t and %t", got.BypassInbound, got.DNSCapture, s.bypass, s.dns)
+	if entry.BypassInbound != s.bypass || entry.DNSCapture != s.dns {
+		n.t.Errorf("the kernel has bypass %t and DNS capture %t, want %t and %t", entry.BypassInbound, entry.DNSCapture, s.bypass, s.dns)
 	}
 }
 

@@ -133,7 +133,9 @@ func (n *node) launchAgent(flags ...string) {
 	n.agent = n.start("redirector", "agent", append([]string{
 		"agent", "--run-dir", n.b.RunDir, "--bpffs", n.b.BPFFS, "--cgroup", n.b.Cgroup, "--zds-socket", n.b.ZDSSocket,
 		"--log-level", "debug", "--kubeconfig", n.Kubeconfig, "--exclude-namespaces", "kube-system", "--install-cni=false",
-	}, flags...), append([]string{"NODE_NAME=" + kube.NodeName, "POD_NAMESPACE=" + kube.AgentNamespace, "POD_NAME=redirector-node-bed"}, n.env...))
+	}, flags...), append([]string{
+		"NODE_NAME=" + kube.NodeName, "POD_NAMESPACE=" + kube.AgentNamespace, "POD_NAME=redirector-node-bed",
+	}, n.env...))
 }
 
 // startAgent starts an agent and waits until it has started. It may not know anything yet.

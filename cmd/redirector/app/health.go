@@ -27,7 +27,8 @@ type condition struct {
 func listenHealth(ctx context.Context, addr string) (net.Listener, error) {
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
 	if err != nil {
-		return nil, fmt.Errorf("listen for health checks on %s: %w: stop what listens there, or choose another address with --health-addr", addr, err)
+		return nil, fmt.Errorf("listen for health checks on %s: %w: stop what listens there, or choose another address with --health-addr",
+			addr, err)
 	}
 	return l, nil
 }

@@ -60,13 +60,16 @@ func (o *kubernetesOptions) addFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.node, "node-name", "", "name of this node; needed without --standalone")
 	addPath(flags, &o.kubeconfig, "kubeconfig", "", "how to reach the API server (default: as pods do, by their service account)")
 	flags.StringVar(&o.system, "system-namespace", defaultSystem, "namespace of the node proxy, which is never enrolled")
-	flags.StringVar(&o.daemonSet, "daemonset", defaultDaemonSet, "the agent's DaemonSet, in --pod-namespace: when it is gone as the agent stops, the agent cleans up")
+	flags.StringVar(&o.daemonSet, "daemonset", defaultDaemonSet, "the agent's DaemonSet, in --pod-namespace: "+
+		"when it is gone as the agent stops, the agent cleans up")
 	flags.StringVar(&o.selectors, "ambient-enablement-selector", "", "which pods are in the mesh: a YAML list of podSelector and namespaceSelector "+
 		"(default: by the label istio.io/dataplane-mode of pod or namespace)")
 	addPath(flags, &o.proc, "proc", defaultProc, "the node's /proc")
 	flags.StringVar(&o.healthAddr, "health-addr", "", "address of /healthz and /readyz (default: "+defaultHealth+", none with --standalone)")
 	flags.BoolVar(&o.installCNI, "install-cni", true, "install the CNI plugin and keep it installed; not with --standalone")
-	for _, name := range []string{"node-name", "kubeconfig", "system-namespace", "ambient-enablement-selector", "proc", "health-addr", "install-cni"} {
+	for _, name := range []string{
+		"node-name", "kubeconfig", "system-namespace", "ambient-enablement-selector", "proc", "health-addr", "install-cni",
+	} {
 		twin(flags, name)
 	}
 	twin(flags, "daemonset", "DAEMONSET_NAME")
@@ -89,7 +92,9 @@ type kubernetesAgent struct {
 }
 
 // prepare does all that may fail. With standalone there is nothing but health checks, if they were asked for.
-func (o *kubernetesOptions) prepare(ctx context.Context, standalone bool, runDir string, log *slog.Logger) (_ *kubernetesAgent, err error) {
+func (o *kubernetesOptions) prepare(
+	ctx context.Context, standalone bool, runDir string, log *slog.Logger,
+) (_ *kubernetesAgent, err error) {
 	a := &kubernetesAgent{opts: o, log: log}
 	defer func() {
 		if err != nil {
@@ -182,7 +187,8 @@ func (a *kubernetesAgent) connect() error {
 			return usagef("bad --kubeconfig %s: %w", path, err)
 		}
 	} else if config, err = rest.InClusterConfig(); err != nil {
-		return usagef("reach the API server: %w: run this as a pod with a service account, name a file with --kubeconfig, or use --standalone", err)
+		return usagef("reach the API server: %w: run this as a pod with a service account, name a file with --kubeconfig, "+
+			"or use --standalone", err)
 	}
 	config.QPS, config.Burst = clientQPS, clientBurst
 	config.ContentType = runtime.ContentTypeProtobuf

@@ -33,14 +33,14 @@ func TestKubernetesRefusals(t *testing.T) {
 	write("rubbish", "no config")
 	write("file", "")
 	var listen net.ListenConfig
-	taken, err := listen.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	taken, err := listen.Listen(t.Context(), "tcp", ":0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer taken.Close()
 	good := []string{
 		"agent", "--run-dir", at("run"), "--cgroup", at("none"), "--node-name", "node-1", "--kubeconfig", at("config"),
-		"--health-addr", "127.0.0.1:0", "--install-cni=false",
+		"--health-addr", ":0", "--install-cni=false",
 	}
 	for name, c := range map[string]struct {
 		args  []string
@@ -79,14 +79,16 @@ func TestKubernetesRefusals(t *testing.T) {
 	}
 
 	// Outside of a pod there is no service account to take.
-	run(t, map[string]string{"NODE_NAME": "node-1"}, "agent", "--run-dir", at("run"), "--health-addr", "127.0.0.1:0").
+	run(t, map[string]string{"NODE_NAME": "node-1"}, "agent", "--run-dir", at("run"), "--health-addr", ":0").
 		wantFailure(t, exitUsage, "service account", "--kubeconfig", "--standalone")
 }
 
 func TestHealth(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	l, err := listenHealth(ctx, "127.0.0.1:0")
+	// Not by TCP: lo may be down.
+	socket := filepath.Join(t.TempDir(), "sock")
+	l, err := new(net.ListenConfig).Listen(ctx, "unix", socket)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -98,13 +100,16 @@ func TestHealth(t *testing.T) {
 			{"two", func() error { return why }},
 		}, slog.New(slog.DiscardHandler))
 	}()
+	client := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}}}
 	get := func(path string) (int, string) {
 		t.Helper()
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+l.Addr().String()+path, http.NoBody)
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://agent"+path, http.NoBody)
 		if err != nil {
 			t.Fatal(err)
 		}
-		resp, err := http.DefaultClient.Do(req)
+		resp, err := client.Do(req)
 		if err != nil {
 			t.Fatal(err)
 		}
