@@ -33,8 +33,8 @@ TESTFLAGS ?=
 KERNELS := 5.10 6.1 6.12 newest
 KERNEL ?= $(KERNELS)
 RUN ?=
-# Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins or resolvers, or many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/cni test/resolvers
+# Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins, resolvers or proxies, or many minutes.
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/cni test/resolvers test/proxies
 VMFLAGS ?=
 
 .PHONY: help
