@@ -30,10 +30,15 @@ static __always_inline bool current_has_role(enum cgroup_role role)
 	return false;
 }
 
-/*
- * redir_create: remembers which sockets the proxy has made, and gives those in enrolled pods the proxy's mark, for proxies that
- * do not know of it. Who sets a mark himself has his own.
- */
+/* Is the mark to be given to the proxy's sockets, for a proxy that does not know of it? */
+static __always_inline bool proxy_gets_mark(void)
+{
+	const struct node_config *cfg = config_read();
+
+	return cfg && cfg->proxy_identity == PROXY_IDENTITY_CGROUP_ALONE;
+}
+
+/* redir_create: remembers which sockets the proxy has made, and marks them if asked to. A mark that is set later replaces it. */
 SEC("cgroup/sock_create")
 int redir_create(struct bpf_sock *ctx)
 {
@@ -46,7 +51,7 @@ int redir_create(struct bpf_sock *ctx)
 	verdict = bpf_sk_storage_get(&sockets, ctx, NULL, BPF_SK_STORAGE_GET_F_CREATE);
 	if (verdict)
 		verdict->by_proxy = 1;
-	if (!ctx->mark && pod_lookup(bpf_get_netns_cookie(ctx)))
+	if (proxy_gets_mark() && !ctx->mark && pod_lookup(bpf_get_netns_cookie(ctx)))
 		ctx->mark = MARK_PROXY;
 	return 1; /* without the note the socket counts as an app's, and is captured */
 }

@@ -147,6 +147,8 @@ enum probe_identity {
 enum proxy_identity {
 	PROXY_IDENTITY_CGROUP = 0, /* the mark, on a socket that a process in the proxy's cgroup has made */
 	PROXY_IDENTITY_MARK = 1,   /* the mark alone */
+	/* As PROXY_IDENTITY_CGROUP, and what a process in the proxy's cgroup makes in an enrolled pod is given the mark. */
+	PROXY_IDENTITY_CGROUP_ALONE = 2,
 };
 
 /* The agent's settings. */

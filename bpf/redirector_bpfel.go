@@ -184,8 +184,9 @@ type RedirectorProbeTargetKey struct {
 type RedirectorProxyIdentity uint32
 
 const (
-	RedirectorProxyIdentityPROXY_IDENTITY_CGROUP RedirectorProxyIdentity = 0
-	RedirectorProxyIdentityPROXY_IDENTITY_MARK   RedirectorProxyIdentity = 1
+	RedirectorProxyIdentityPROXY_IDENTITY_CGROUP       RedirectorProxyIdentity = 0
+	RedirectorProxyIdentityPROXY_IDENTITY_MARK         RedirectorProxyIdentity = 1
+	RedirectorProxyIdentityPROXY_IDENTITY_CGROUP_ALONE RedirectorProxyIdentity = 2
 )
 
 type RedirectorSocketVerdict struct {

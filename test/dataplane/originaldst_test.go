@@ -127,6 +127,8 @@ func TestOriginalDestination(t *testing.T) {
 	for _, networks := range [][]string{{"tcp"}, {"tcp4", "tcp6"}} {
 		t.Run(strings.Join(networks, " and "), func(t *testing.T) {
 			s := newEvasionStage(t)
+			s.stopAgent(t)
+			s.startAgentAs("agent", "--proxy-identity=cgroup-alone")
 			s.startNodeProxy("--mute", "listen")
 			pod := s.newPod(t)
 			s.enrolPod(t, pod)

@@ -131,7 +131,7 @@ backend original
 func TestHAProxy(t *testing.T) {
 	for _, answers := range []string{"auto", "on", "off"} {
 		t.Run("--original-dst="+answers, func(t *testing.T) {
-			w := newWorld(t, "--original-dst="+answers)
+			w := newWorld(t, "--proxy-identity=cgroup-alone", "--original-dst="+answers)
 			pod, err := w.Pod("pod", bed.PodOptions{})
 			if err != nil {
 				t.Fatal(err)

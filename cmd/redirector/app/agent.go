@@ -55,7 +55,9 @@ var (
 		"node": maps.ProbeSourceNode, "host": maps.ProbeSourceHost, "kubelet": maps.ProbeSourceKubelet,
 	}
 	probeIdentities = map[string]maps.ProbeIdentity{"snat": maps.ProbeIdentitySNAT, "flow": maps.ProbeIdentityFlow}
-	proxyIdentities = map[string]maps.ProxyIdentity{"cgroup": maps.ProxyIdentityCgroup, "mark": maps.ProxyIdentityMark}
+	proxyIdentities = map[string]maps.ProxyIdentity{
+		"cgroup": maps.ProxyIdentityCgroup, "cgroup-alone": maps.ProxyIdentityCgroupAlone, "mark": maps.ProxyIdentityMark,
+	}
 )
 
 func newAgent(env *Env) *cobra.Command {
@@ -65,7 +67,7 @@ func newAgent(env *Env) *cobra.Command {
 
 		probeSource:   choice{value: "node", choices: []string{"node", "host", "kubelet"}},
 		probeIdentity: choice{value: "snat", choices: []string{"snat", "flow"}},
-		proxyIdentity: choice{value: "cgroup", choices: []string{"cgroup", "mark"}},
+		proxyIdentity: choice{value: "cgroup", choices: []string{"cgroup", "cgroup-alone", "mark"}},
 		probes:        hostprobe.Defaults,
 		originalDst:   choice{value: "auto", choices: []string{"auto", "on", "off"}},
 	}
@@ -101,7 +103,8 @@ nothing counts as unset.`,
 	flags.Var(&o.probeSource, "probe-source", "whose connections to pods are probes, of the processes in the host's network namespace: "+
 		"those in no pod's cgroup (node), all (host), or those in the kubelet's cgroup (kubelet)")
 	flags.Var(&o.probeIdentity, "probe-identity", "how pods see a probe: from the probe address (snat), or from the node's own (flow)")
-	flags.Var(&o.proxyIdentity, "proxy-identity", "what makes a socket the node proxy's: its mark and the cgroup that made it (cgroup), or the mark alone (mark)")
+	flags.Var(&o.proxyIdentity, "proxy-identity", "what makes a socket the node proxy's: its mark and the cgroup that made it (cgroup), "+
+		"the cgroup, for a proxy that sets no mark (cgroup-alone), or the mark alone (mark)")
 	flags.Var(&addrFlag{&o.probes.V4, hostprobe.ParseV4}, "host-probe-snat-ip", "IPv4 address that probes come from")
 	flags.Var(&addrFlag{&o.probes.V6, hostprobe.ParseV6}, "host-probe-snat-ipv6", "IPv6 address that probes come from")
 	flags.BoolVar(&o.dnsCapture, "dns-capture", true,
