@@ -33,9 +33,9 @@ TESTFLAGS ?=
 KERNELS := 5.10 6.1 6.12 newest
 KERNEL ?= $(KERNELS)
 RUN ?=
-# Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins or resolvers, an API server, or many
-# minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/mutate test/cni test/resolvers test/kube test/podwatch
+# Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins, resolvers or proxies, an API server, or
+# many minutes.
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/mutate test/cni test/resolvers test/proxies test/kube test/podwatch
 VMFLAGS ?=
 
 .PHONY: help

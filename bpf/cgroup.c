@@ -30,7 +30,15 @@ static __always_inline bool current_has_role(enum cgroup_role role)
 	return false;
 }
 
-/* redir_create: remembers which sockets the proxy has made. */
+/* Is the mark to be given to the proxy's sockets, for a proxy that does not know of it? */
+static __always_inline bool proxy_gets_mark(void)
+{
+	const struct node_config *cfg = config_read();
+
+	return cfg && cfg->proxy_identity == PROXY_IDENTITY_CGROUP_ALONE;
+}
+
+/* redir_create: remembers which sockets the proxy has made, and marks them if asked to. A mark that is set later replaces it. */
 SEC("cgroup/sock_create")
 int redir_create(struct bpf_sock *ctx)
 {
@@ -43,6 +51,8 @@ int redir_create(struct bpf_sock *ctx)
 	verdict = bpf_sk_storage_get(&sockets, ctx, NULL, BPF_SK_STORAGE_GET_F_CREATE);
 	if (verdict)
 		verdict->by_proxy = 1;
+	if (proxy_gets_mark() && !ctx->mark && pod_lookup(bpf_get_netns_cookie(ctx)))
+		ctx->mark = MARK_PROXY;
 	return 1; /* without the note the socket counts as an app's, and is captured */
 }
 
@@ -120,6 +130,18 @@ static __always_inline void prepare_proxy(struct bpf_sock_addr *ctx, struct bpf_
 		bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &mark, sizeof(mark));
 }
 
+/* The proxy connects a socket in a pod: that tells it from those that it accepts, which inherit all else. */
+static __always_inline void note_connects(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
+{
+	struct socket_verdict *verdict;
+
+	if (ctx->type != SOCK_STREAM || (sk->mark & MARK_MASK) != MARK_PROXY || !pod_lookup(bpf_get_netns_cookie(ctx)))
+		return;
+	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (verdict)
+		verdict->connects = 1;
+}
+
 /*
  * redir_connect4: on the host, a probe of an enrolled pod gets the probe address as its source; elsewhere, what is for a DNS
  * server goes to the proxy (dns.c).
@@ -134,6 +156,8 @@ int redir_connect4(struct bpf_sock_addr *ctx)
 	__u64 target;
 
 	addr_from_v4(&dst, ctx->user_ip4);
+	if (sk)
+		note_connects(ctx, sk);
 	if (sk && sk->src_ip4) {
 		addr_from_v4(&src, sk->src_ip4);
 		prepare_proxy(ctx, sk, &src, &dst);
@@ -164,6 +188,7 @@ int redir_connect6(struct bpf_sock_addr *ctx)
 
 	addr_from_v6(&dst, ctx, user_ip6);
 	if (sk) {
+		note_connects(ctx, sk);
 		src.words[0] = sk->src_ip6[0];
 		src.words[1] = sk->src_ip6[1];
 		src.words[2] = sk->src_ip6[2];

@@ -7,6 +7,7 @@
 #include "dns.c"
 #include "cgroup.c"
 #include "sk_lookup.c"
+#include "original_dst.c"
 #include "sock_ops.c"
 #include "tc.c"
 

@@ -147,6 +147,8 @@ enum probe_identity {
 enum proxy_identity {
 	PROXY_IDENTITY_CGROUP = 0, /* the mark, on a socket that a process in the proxy's cgroup has made */
 	PROXY_IDENTITY_MARK = 1,   /* the mark alone */
+	/* As PROXY_IDENTITY_CGROUP, and what a process in the proxy's cgroup makes in an enrolled pod is given the mark. */
+	PROXY_IDENTITY_CGROUP_ALONE = 2,
 };
 
 /* The agent's settings. */
@@ -188,7 +190,7 @@ struct cgroup_value {
 struct socket_verdict {
 	__u64 probe_target; /* netns cookie of the pod that it probes; 0: it is no probe */
 	__u32 by_proxy;     /* 1: a process in a proxy's cgroup made it */
-	__u32 reserved;
+	__u32 connects;     /* 1: the proxy has connected it, from a pod; it was not accepted */
 };
 
 /*

@@ -184,15 +184,16 @@ type RedirectorProbeTargetKey struct {
 type RedirectorProxyIdentity uint32
 
 const (
-	RedirectorProxyIdentityPROXY_IDENTITY_CGROUP RedirectorProxyIdentity = 0
-	RedirectorProxyIdentityPROXY_IDENTITY_MARK   RedirectorProxyIdentity = 1
+	RedirectorProxyIdentityPROXY_IDENTITY_CGROUP       RedirectorProxyIdentity = 0
+	RedirectorProxyIdentityPROXY_IDENTITY_MARK         RedirectorProxyIdentity = 1
+	RedirectorProxyIdentityPROXY_IDENTITY_CGROUP_ALONE RedirectorProxyIdentity = 2
 )
 
 type RedirectorSocketVerdict struct {
 	_           structs.HostLayout
 	ProbeTarget uint64
 	ByProxy     uint32
-	Reserved    uint32
+	Connects    uint32
 }
 
 type RedirectorTailCall uint32
@@ -225,6 +226,7 @@ const (
 	RedirectorProgRedirGetpeername4 = "redir_getpeername4"
 	RedirectorProgRedirGetpeername6 = "redir_getpeername6"
 	RedirectorProgRedirMark         = "redir_mark"
+	RedirectorProgRedirOriginalDst  = "redir_original_dst"
 	RedirectorProgRedirRecvmsg4     = "redir_recvmsg4"
 	RedirectorProgRedirRecvmsg6     = "redir_recvmsg6"
 	RedirectorProgRedirSeal         = "redir_seal"
@@ -283,6 +285,7 @@ type RedirectorProgramSpecs struct {
 	RedirGetpeername4 *ebpf.ProgramSpec `ebpf:"redir_getpeername4"`
 	RedirGetpeername6 *ebpf.ProgramSpec `ebpf:"redir_getpeername6"`
 	RedirMark         *ebpf.ProgramSpec `ebpf:"redir_mark"`
+	RedirOriginalDst  *ebpf.ProgramSpec `ebpf:"redir_original_dst"`
 	RedirRecvmsg4     *ebpf.ProgramSpec `ebpf:"redir_recvmsg4"`
 	RedirRecvmsg6     *ebpf.ProgramSpec `ebpf:"redir_recvmsg6"`
 	RedirSeal         *ebpf.ProgramSpec `ebpf:"redir_seal"`
@@ -387,6 +390,7 @@ type RedirectorPrograms struct {
 	RedirGetpeername4 *ebpf.Program `ebpf:"redir_getpeername4"`
 	RedirGetpeername6 *ebpf.Program `ebpf:"redir_getpeername6"`
 	RedirMark         *ebpf.Program `ebpf:"redir_mark"`
+	RedirOriginalDst  *ebpf.Program `ebpf:"redir_original_dst"`
 	RedirRecvmsg4     *ebpf.Program `ebpf:"redir_recvmsg4"`
 	RedirRecvmsg6     *ebpf.Program `ebpf:"redir_recvmsg6"`
 	RedirSeal         *ebpf.Program `ebpf:"redir_seal"`
@@ -405,6 +409,7 @@ func (p *RedirectorPrograms) Close() error {
 		p.RedirGetpeername4,
 		p.RedirGetpeername6,
 		p.RedirMark,
+		p.RedirOriginalDst,
 		p.RedirRecvmsg4,
 		p.RedirRecvmsg6,
 		p.RedirSeal,

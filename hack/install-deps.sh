@@ -8,10 +8,11 @@ set -euo pipefail
 # A group is a list of TOOL=PACKAGE; a tool is a command, or an absolute path.
 group() {
 	case $1 in
-	# The plugins of test/cni, and what portmap runs; the resolvers that test/resolvers asks with.
+	# The plugins of test/cni, and what portmap runs; the resolvers that test/resolvers asks with, and the
+	# proxy of test/proxies.
 	test)
 		echo /usr/lib/cni/bridge=containernetworking-plugins iptables=iptables
-		echo dig=bind9-dnsutils musl-gcc=musl-tools gcc=gcc python3=python3 unshare=util-linux mount=mount
+		echo haproxy=haproxy dig=bind9-dnsutils musl-gcc=musl-tools gcc=gcc python3=python3 unshare=util-linux mount=mount
 		;;
 	race)
 		group test

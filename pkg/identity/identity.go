@@ -36,7 +36,9 @@ type Options struct {
 	Kubernetes bool
 	// Probes are the addresses that probes come from, as hostprobe.Add has returned them.
 	Probes hostprobe.Addrs
-	Log    *slog.Logger
+	// OnProxyCgroup, if set, is told the directory of a proxy's cgroup when the proxy connects, before it is served.
+	OnProxyCgroup func(dir string) error
+	Log           *slog.Logger
 }
 
 // Identity keeps the programs informed. Its methods may be called from several goroutines.
@@ -210,6 +212,9 @@ func (i *Identity) ProxyConnected(pid int32) error {
 		return err
 	}
 	i.proxies[id] = dir
+	if i.opts.OnProxyCgroup != nil {
+		return i.opts.OnProxyCgroup(dir)
+	}
 	return nil
 }
 

@@ -60,6 +60,8 @@ type Datapath struct {
 	mu     sync.Mutex
 	links  map[string]link.Link
 	shared map[string]*ebpf.Program
+	// answering are the cgroups that have SO_ORIGINAL_DST answered, by the names of the pins; "" if an earlier process knew it.
+	answering map[string]string
 
 	// bridge is there between Open and Settle, after a map has been replaced that programs write.
 	bridge bridge
@@ -84,7 +86,7 @@ func Open(opts Options) (*Datapath, error) {
 		return nil, err
 	}
 
-	d := &Datapath{bpffs: opts.BPFFS, cgroup: opts.Cgroup, links: map[string]link.Link{}}
+	d := &Datapath{bpffs: opts.BPFFS, cgroup: opts.Cgroup, links: map[string]link.Link{}, answering: map[string]string{}}
 	mine := Layout{Version: layoutVersion, Oldest: layoutOldest, Release: opts.Release}
 	_, err = os.Stat(filepath.Join(opts.BPFFS, mapsDir))
 	switch {
@@ -343,6 +345,9 @@ func (d *Datapath) adopt(spec *ebpf.CollectionSpec, mine Layout) (err error) {
 		return err
 	}
 	if err := d.putToWork(spec, filepath.Join(d.bpffs, linksDir)); err != nil {
+		return err
+	}
+	if err := d.adoptOriginalDst(); err != nil {
 		return err
 	}
 	if err := d.removeUnknown(spec); err != nil {

@@ -30,8 +30,11 @@ func (d *Datapath) Heal() (healed []string, err error) {
 	}
 	try("the directory "+d.bpffs, d.healDirs)
 	for _, p := range nodePrograms {
-		try("the "+p.pin+" program on the cgroup", func() (bool, error) { return d.healLink(p.pin, p.attach, d.shared[p.program]) })
+		try("the "+p.pin+" program on the cgroup", func() (bool, error) { return d.healLink(p.pin, d.cgroup, p.attach, d.shared[p.program]) })
 		try("the pin of link "+p.pin, func() (bool, error) { return d.healLinkPin(p.pin) })
+	}
+	for name, cgroup := range d.answering {
+		try("the answer to SO_ORIGINAL_DST on a cgroup", func() (bool, error) { return d.healOriginalDst(name, cgroup) })
 	}
 	again, err := d.pinMaps()
 	errs = append(errs, err)
@@ -81,14 +84,14 @@ func (d *Datapath) healDirs() (did bool, err error) {
 }
 
 // healLink attaches a program again that has been detached, and puts it in the place of another that its link has been given.
-func (d *Datapath) healLink(name string, attach ebpf.AttachType, prog *ebpf.Program) (bool, error) {
+func (d *Datapath) healLink(name, cgroup string, attach ebpf.AttachType, prog *ebpf.Program) (bool, error) {
 	l := d.links[name]
-	on, err := isOnCgroup(l, d.cgroup)
+	on, err := isOnCgroup(l, cgroup)
 	if err != nil {
 		return false, err
 	}
 	if !on {
-		again, err := link.AttachCgroup(link.CgroupOptions{Path: d.cgroup, Attach: attach, Program: prog})
+		again, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: attach, Program: prog})
 		if err != nil {
 			return false, err
 		}

@@ -328,7 +328,9 @@ type ProxyIdentity = bpf.RedirectorProxyIdentity
 // The proxy identities.
 const (
 	ProxyIdentityCgroup = bpf.RedirectorProxyIdentityPROXY_IDENTITY_CGROUP // the mark, and the cgroup of its maker
-	ProxyIdentityMark   = bpf.RedirectorProxyIdentityPROXY_IDENTITY_MARK   // the mark alone
+	// ProxyIdentityCgroupAlone is ProxyIdentityCgroup with the mark given to what the proxy makes in enrolled pods.
+	ProxyIdentityCgroupAlone = bpf.RedirectorProxyIdentityPROXY_IDENTITY_CGROUP_ALONE
+	ProxyIdentityMark        = bpf.RedirectorProxyIdentityPROXY_IDENTITY_MARK // the mark alone
 )
 
 // SetConfig changes the settings, for all programs at once.

@@ -244,8 +244,8 @@ func (s *evasionStage) replaceAgent(t *testing.T, role string, without func(), p
 	s.enrolPod(t, pod)
 }
 
-// cleanUp stops the agent and takes its dataplane away.
-func (s *evasionStage) cleanUp(t *testing.T) {
+// stopAgent stops the agent; its dataplane stays.
+func (s *evasionStage) stopAgent(t *testing.T) {
 	t.Helper()
 	if err := s.agent.Signal(unix.SIGTERM); err != nil {
 		t.Fatal(err)
@@ -255,6 +255,14 @@ func (s *evasionStage) cleanUp(t *testing.T) {
 	if err := s.agent.Wait(ctx); err != nil {
 		t.Fatalf("the agent ended with %v", err)
 	}
+}
+
+// cleanUp stops the agent and takes its dataplane away.
+func (s *evasionStage) cleanUp(t *testing.T) {
+	t.Helper()
+	s.stopAgent(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
 	cleanup := s.startIn("system/agent", s.Node, "cleanup", "agent",
 		"cleanup", "--run-dir", s.RunDir, "--bpffs", s.BPFFS, "--zds-socket", s.ZDSSocket)
 	if err := cleanup.Wait(ctx); err != nil {

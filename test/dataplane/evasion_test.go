@@ -121,11 +121,13 @@ func (s *evasionStage) startAgent() {
 }
 
 // startAgentAs starts an agent by a role of the test binary.
-func (s *evasionStage) startAgentAs(role string) {
+func (s *evasionStage) startAgentAs(role string, flags ...string) {
 	s.t.Helper()
+	args := []string{
+		"agent", "--standalone", "--run-dir", s.RunDir, "--bpffs", s.BPFFS, "--cgroup", s.Cgroup, "--zds-socket", s.ZDSSocket,
+	}
 	s.agent = &agentProcess{
-		s.startIn("system/agent", s.Node, "agent", role,
-			"agent", "--standalone", "--run-dir", s.RunDir, "--bpffs", s.BPFFS, "--cgroup", s.Cgroup, "--zds-socket", s.ZDSSocket),
+		s.startIn("system/agent", s.Node, "agent", role, append(args, flags...)...),
 		api.NewClient(filepath.Join(s.RunDir, "agent.sock")),
 	}
 	eventually(s.t, "the agent answers", func() bool {

@@ -58,6 +58,8 @@ func TestMain(m *testing.M) {
 		os.Exit(client(os.Args[1]))
 	case "prober":
 		os.Exit(prober(os.Args[1:]))
+	case "asking":
+		os.Exit(askingProxy(os.Args[1:]))
 	case "evade":
 		os.Exit(evade(os.Args[1:]))
 	case "sleeper": // a process that is in a namespace, and nothing else

@@ -7,6 +7,7 @@ const (
 	header   = "bpf/redirector.h"
 	cgroup   = "bpf/cgroup.c"
 	dns      = "bpf/dns.c"
+	original = "bpf/original_dst.c"
 	skLookup = "bpf/sk_lookup.c"
 	sockOps  = "bpf/sock_ops.c"
 	tc       = "bpf/tc.c"
@@ -555,6 +556,43 @@ func mutations() []mutation {
 		{
 			name: "reconcile: a pod whose namespace is gone stays", file: reconcile,
 			old: "if p.unused < 2 {", new: "if true {", tests: "TestAPodWhoseNamespaceIsGoneIsForgotten",
+		},
+		{
+			name: "original destination: nobody is answered", file: original,
+			old: "ctx->retval = 0;", new: ";", tests: "TestOriginalDestination$",
+		},
+		{
+			name: "original destination: the proxy's own connections have one", file: original,
+			old: "if (verdict && verdict->connects)", new: "if (0)", tests: "TestOriginalDestination$",
+		},
+		{
+			name: "original destination: the pod's own connections have one", file: original,
+			old: "mark != MARK_PROXY || addr_is_own(cookie, &remote)", new: "mark != MARK_PROXY", tests: "TestOriginalDestination$",
+		},
+		{
+			name: "original destination: peers' connections have none", file: original,
+			old: "return !bpf_map_lookup_elem(&admitted, &flow);", new: "return false;", tests: "TestOriginalDestination$",
+		},
+		{
+			name: "original destination: a buffer that is too small is filled", file: original,
+			old: "!addr_is_mapped(&local) || (void *)(sin + 1) > ctx->optval_end", new: "!addr_is_mapped(&local) || ((void *)(sin + 1) > ctx->optval_end && (ctx->retval = 0, 1))", tests: "TestOriginalDestination$",
+		},
+		{
+			name: "original destination: IPv4 sockets are answered as IPv6", file: original,
+			old: "if (sk->family != AF_INET6 || (void", new: "if ((void", tests: "TestOriginalDestination$",
+		},
+		{
+			name: "identity: the proxy's sockets get no mark", file: cgroup,
+			old: "ctx->mark = MARK_PROXY;", new: ";", tests: "TestOriginalDestination$",
+		},
+		{
+			name: "original destination: a new agent forgets the proxy's cgroup", file: "pkg/loader/datapath.go",
+			old: "if err := d.adoptOriginalDst(); err != nil {", new: "if err := error(nil); err != nil {", tests: "TestOriginalDestinationIsKept",
+		},
+		{
+			name: "identity: all sockets of the proxy's cgroup get the mark", file: cgroup,
+			old: "if (proxy_gets_mark() && !ctx->mark", new: "if (!ctx->mark", tests: "TestAPodGoesThroughTheNodeProxyAndBack",
+			pkg: "./cmd/redirector/app",
 		},
 		{
 			name: "repair: a seal behind another filter is good enough", file: loader,

@@ -66,7 +66,7 @@ func parseArgs(args []string, help io.Writer) (cfg Config, logPath string, err e
 		cfg.DNSUpstreamPort = uint16(port)
 		return err
 	})
-	fs.StringVar((*string)(&cfg.Mute), "mute", "", "misbehave towards the agent: `HOW` is hello, ack, late, garbage, huge or vanish")
+	fs.StringVar((*string)(&cfg.Mute), "mute", "", "misbehave towards the agent: `HOW` is hello, ack, late, garbage, huge, vanish or listen")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			fmt.Fprintln(help, "Usage: nodeproxy [flags]")

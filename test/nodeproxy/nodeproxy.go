@@ -35,9 +35,11 @@ const (
 	MuteHuge Mute = "huge"
 	// MuteVanish closes the connection on receiving an add, and connects again.
 	MuteVanish Mute = "vanish"
+	// MuteListen acks and listens nowhere, for another proxy to do that.
+	MuteListen Mute = "listen"
 )
 
-var mutes = []Mute{MuteHello, MuteAck, MuteLate, MuteGarbage, MuteHuge, MuteVanish}
+var mutes = []Mute{MuteHello, MuteAck, MuteLate, MuteGarbage, MuteHuge, MuteVanish, MuteListen}
 
 // lateAck is when a MuteLate acks; a ZDS server waits 5 s.
 const lateAck = 6 * time.Second

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/cgroups"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
 	"github.com/redirector-dataplane/redirector/pkg/identity"
@@ -44,7 +45,8 @@ type agentOptions struct {
 	proxyIdentity choice
 	probes        hostprobe.Addrs
 
-	dnsCapture bool
+	dnsCapture  bool
+	originalDst choice
 
 	kube kubernetesOptions
 }
@@ -55,7 +57,9 @@ var (
 		"node": maps.ProbeSourceNode, "host": maps.ProbeSourceHost, "kubelet": maps.ProbeSourceKubelet,
 	}
 	probeIdentities = map[string]maps.ProbeIdentity{"snat": maps.ProbeIdentitySNAT, "flow": maps.ProbeIdentityFlow}
-	proxyIdentities = map[string]maps.ProxyIdentity{"cgroup": maps.ProxyIdentityCgroup, "mark": maps.ProxyIdentityMark}
+	proxyIdentities = map[string]maps.ProxyIdentity{
+		"cgroup": maps.ProxyIdentityCgroup, "cgroup-alone": maps.ProxyIdentityCgroupAlone, "mark": maps.ProxyIdentityMark,
+	}
 )
 
 func newAgent(env *Env) *cobra.Command {
@@ -65,8 +69,9 @@ func newAgent(env *Env) *cobra.Command {
 
 		probeSource:   choice{value: "node", choices: []string{"node", "host", "kubelet"}},
 		probeIdentity: choice{value: "snat", choices: []string{"snat", "flow"}},
-		proxyIdentity: choice{value: "cgroup", choices: []string{"cgroup", "mark"}},
+		proxyIdentity: choice{value: "cgroup", choices: []string{"cgroup", "cgroup-alone", "mark"}},
 		probes:        hostprobe.Defaults,
+		originalDst:   choice{value: "auto", choices: []string{"auto", "on", "off"}},
 	}
 	cmd := &cobra.Command{
 		Use:   "agent",
@@ -107,13 +112,16 @@ nothing counts as unset.`,
 	flags.Var(&o.probeSource, "probe-source", "whose connections to pods are probes, of the processes in the host's network namespace: "+
 		"those in no pod's cgroup (node), all (host), or those in the kubelet's cgroup (kubelet)")
 	flags.Var(&o.probeIdentity, "probe-identity", "how pods see a probe: from the probe address (snat), or from the node's own (flow)")
-	flags.Var(&o.proxyIdentity, "proxy-identity", "what makes a socket the node proxy's: its mark and the cgroup that made it (cgroup), or the mark alone (mark)")
+	flags.Var(&o.proxyIdentity, "proxy-identity", "what makes a socket the node proxy's: its mark and the cgroup that made it (cgroup), "+
+		"the cgroup, for a proxy that sets no mark (cgroup-alone), or the mark alone (mark)")
 	flags.Var(&addrFlag{&o.probes.V4, hostprobe.ParseV4}, "host-probe-snat-ip", "IPv4 address that probes come from")
 	flags.Var(&addrFlag{&o.probes.V6, hostprobe.ParseV6}, "host-probe-snat-ipv6", "IPv6 address that probes come from")
 	flags.BoolVar(&o.dnsCapture, "dns-capture", true,
 		"send the DNS queries of pods to the node proxy, of those that do not say it themselves")
+	flags.Var(&o.originalDst, "original-dst", "who has getsockopt(SO_ORIGINAL_DST) answered for steered connections: "+
+		"the cgroups of node proxies (auto), all below --cgroup (on), or nobody (off)")
 	for _, name := range []string{
-		"standalone", "take-over", "cgroup", "log-level", "log-format",
+		"original-dst", "standalone", "take-over", "cgroup", "log-level", "log-format",
 		"probe-source", "probe-identity", "proxy-identity", "host-probe-snat-ip", "host-probe-snat-ipv6",
 	} {
 		twin(flags, name)
@@ -205,9 +213,13 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		ProxyIdentity: proxyIdentities[o.proxyIdentity.value],
 		Kubernetes:    !o.standalone,
 		Probes:        probes,
+		OnProxyCgroup: o.onProxyCgroup(datapath),
 		Log:           log,
 	})
 	if err != nil {
+		return err
+	}
+	if err := o.answerOriginalDst(datapath); err != nil {
 		return err
 	}
 
@@ -279,6 +291,37 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		log.Info("stopped: the dataplane works on, and pods stay enrolled")
 	}
 	return err
+}
+
+// onProxyCgroup returns what is to be done when a proxy's cgroup is known.
+func (o *agentOptions) onProxyCgroup(datapath *loader.Datapath) func(dir string) error {
+	if o.originalDst.value != "auto" {
+		return nil
+	}
+	return datapath.AnswerOriginalDst
+}
+
+// answerOriginalDst has SO_ORIGINAL_DST answered as the options say, and not as those of an earlier agent said.
+func (o *agentOptions) answerOriginalDst(datapath *loader.Datapath) error {
+	node, err := cgroups.ID(o.cgroup)
+	if err != nil {
+		return err
+	}
+	if o.originalDst.value == "on" {
+		if err := datapath.AnswerOriginalDst(o.cgroup); err != nil {
+			return err
+		}
+	}
+	return datapath.AnswerOriginalDstOnly(func(id uint64) bool {
+		switch o.originalDst.value {
+		case "on":
+			return id == node
+		case "auto":
+			return id != node
+		default:
+			return false
+		}
+	})
 }
 
 // fromOther takes what another agent may have, which is stopped if the options say so.

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/test/bed"
+)
+
+// soOriginalDst is SO_ORIGINAL_DST and IP6T_SO_ORIGINAL_DST, by the level.
+const soOriginalDst = 80
+
+// adminPort is a port of the asking proxy's that nothing is steered to.
+const adminPort = 15020
+
+// originalDst asks as netfilter's users do, with a buffer of that size.
+func originalDst(fd uintptr, level, size int) string {
+	buf := make([]byte, 128)
+	n := uint32(size)
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, fd, uintptr(level), soOriginalDst,
+		uintptr(unsafe.Pointer(&buf[0])), uintptr(unsafe.Pointer(&n)), 0)
+	if errno != 0 {
+		return "none"
+	}
+	port := binary.BigEndian.Uint16(buf[2:])
+	switch family := binary.NativeEndian.Uint16(buf); {
+	case family == unix.AF_INET && n == unix.SizeofSockaddrInet4:
+		return netip.AddrPortFrom(netip.AddrFrom4([4]byte(buf[4:8])), port).String()
+	case family == unix.AF_INET6 && n == unix.SizeofSockaddrInet6:
+		return netip.AddrPortFrom(netip.AddrFrom16([16]byte(buf[8:24])), port).String()
+	default:
+		return fmt.Sprintf("an answer of %d bytes with family %d", n, family)
+	}
+}
+
+// originalDsts are all answers for a connection, in a line.
+func originalDsts(c syscall.Conn) string {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err.Error()
+	}
+	line := ""
+	err = raw.Control(func(fd uintptr) {
+		line = fmt.Sprintf("v4 %s v6 %s short %s %s",
+			originalDst(fd, unix.SOL_IP, unix.SizeofSockaddrInet4), originalDst(fd, unix.SOL_IPV6, unix.SizeofSockaddrInet6),
+			originalDst(fd, unix.SOL_IP, unix.SizeofSockaddrInet4-1), originalDst(fd, unix.SOL_IPV6, unix.SizeofSockaddrInet6-1))
+	})
+	if err != nil {
+		return err.Error()
+	}
+	return line
+}
+
+// askingProxy is a role of the test binary: a proxy that knows nothing of marks. It says what it is told of each connection, and
+// carries those of apps to where they were for.
+func askingProxy(networks []string) int {
+	for _, network := range networks {
+		for _, port := range []int{15001, 15006, adminPort} {
+			config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+				var errSet error
+				err := c.Control(func(fd uintptr) {
+					errSet = unix.SetsockoptInt(int(fd), unix.SOL_IP, unix.IP_TRANSPARENT, 1)
+				})
+				return errors.Join(err, errSet)
+			}}
+			config.SetMultipathTCP(false) // the kernel makes its subflows, and asks no program about them
+			l, err := config.Listen(context.Background(), network, fmt.Sprintf(":%d", port))
+			if err != nil {
+				fmt.Println(err)
+				return 1
+			}
+			go func() {
+				for {
+					c, err := l.Accept()
+					if err != nil {
+						return
+					}
+					go func() {
+						defer c.Close()
+						fmt.Printf("on %d %s: %s\n", port, c.LocalAddr(), originalDsts(c.(*net.TCPConn)))
+						if port == 15001 {
+							carryOn(c)
+						}
+					}()
+				}
+			}()
+		}
+	}
+	fmt.Println("listening")
+	select {}
+}
+
+func carryOn(c net.Conn) {
+	up, err := net.DialTimeout("tcp", c.LocalAddr().String(), 10*time.Second)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer up.Close()
+	fmt.Printf("to %s: %s\n", up.RemoteAddr(), originalDsts(up.(*net.TCPConn)))
+	go func() {
+		_, _ = io.Copy(up, c)
+		_ = up.(*net.TCPConn).CloseWrite()
+	}()
+	_, _ = io.Copy(c, up)
+}
+
+// A proxy that is told original destinations by getsockopt alone, and sets no mark, is told them of what was steered to it, and
+// of nothing else.
+func TestOriginalDestination(t *testing.T) {
+	for _, networks := range [][]string{{"tcp"}, {"tcp4", "tcp6"}} {
+		t.Run(strings.Join(networks, " and "), func(t *testing.T) {
+			s := newEvasionStage(t)
+			s.stopAgent(t)
+			s.startAgentAs("agent", "--proxy-identity=cgroup-alone")
+			s.startNodeProxy("--mute", "listen")
+			pod := s.newPod(t)
+			s.enrolPod(t, pod)
+			proxy := s.startIn("proxy", pod, "asking", "asking", networks...)
+			said := func(line string) {
+				t.Helper()
+				eventually(t, "the proxy says "+line, func() bool {
+					return slices.Contains(strings.Split(proxy.Output(), "\n"), line)
+				})
+				if t.Failed() {
+					t.Log(proxy.Output())
+				}
+			}
+			said("listening")
+			eachFamily(t, func(t *testing.T, family string) {
+				const nothing = "v4 none v6 none short none none"
+				answer := func(dst netip.AddrPort) string {
+					if dst.Addr().Is6() {
+						return fmt.Sprintf("v4 none v6 %s short none none", dst)
+					}
+					if networks[0] == "tcp" {
+						return fmt.Sprintf("v4 %s v6 [::ffff:%s]:%d short none none", dst, dst.Addr(), dst.Port())
+					}
+					return fmt.Sprintf("v4 %s v6 none short none none", dst)
+				}
+				remote := netip.AddrPortFrom(addr(s.Outside, family), evasionPort)
+				ask(t, pod, bed.DialSpec{Remote: remote})
+				said(fmt.Sprintf("on 15001 %s: %s", remote, answer(remote)))
+				said(fmt.Sprintf("to %s: %s", remote, nothing))
+
+				touch := func(from *bed.NS, to netip.AddrPort) {
+					t.Helper()
+					c, err := from.Dial(t.Context(), bed.DialSpec{Remote: to})
+					if err != nil {
+						t.Fatal(err)
+					}
+					_ = c.Close()
+				}
+				inside := netip.AddrPortFrom(addr(pod, family), 4321)
+				touch(s.Outside, inside)
+				said(fmt.Sprintf("on 15006 %s: %s", inside, answer(inside)))
+				admin := netip.AddrPortFrom(addr(pod, family), adminPort)
+				touch(pod, admin)
+				said(fmt.Sprintf("on %d %s: %s", adminPort, admin, nothing))
+			})
+		})
+	}
+}
+
+// The answer stays with the proxy's cgroup when the agent is replaced, comes back when it is taken off, and goes with the flag
+// and with the cgroup.
+func TestOriginalDestinationIsKept(t *testing.T) {
+	s := newEvasionStage(t)
+	p := s.startNodeProxy("--mute", "listen")
+	pins := func() (pins []string) {
+		files, err := os.ReadDir(s.BPFFS + "/links")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range files {
+			if strings.HasPrefix(f.Name(), "original_dst-") {
+				pins = append(pins, f.Name())
+			}
+		}
+		return pins
+	}
+	if got := pins(); len(got) != 1 {
+		t.Fatalf("pins are %q, want one", got)
+	}
+	before := pins()
+	s.stopAgent(t)
+	if got := pins(); !slices.Equal(got, before) {
+		t.Errorf("without an agent the pins are %q, want %q", got, before)
+	}
+	s.startAgent()
+	if got := pins(); !slices.Equal(got, before) {
+		t.Errorf("with the next agent the pins are %q, want %q", got, before)
+	}
+	if err := os.Remove(s.BPFFS + "/links/" + before[0]); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the pin is there again", func() bool { return slices.Equal(pins(), before) })
+	if err := p.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	dir, err := s.Group("proxy")
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the cgroup is removed", func() bool { return os.Remove(dir) == nil })
+	eventually(t, "the link goes with it", func() bool { return len(pins()) == 0 })
+	if out := s.agent.Output(); strings.Contains(out, "level=ERROR") {
+		t.Errorf("the agent says %s", out)
+	}
+}
