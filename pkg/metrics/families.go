@@ -4,6 +4,7 @@ package metrics
 
 import (
 	"slices"
+	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -173,4 +174,27 @@ func eachSeries(c *maps.Counters, do func(s *counterSeries, value uint64)) {
 	for i := range series {
 		do(&series[i], values[series[i].counter])
 	}
+}
+
+// SeriesOf says as what a counter of the dataplane is exported: the metric, and the names and values of its labels in turn. The
+// name is empty if it is not.
+func SeriesOf(counter string) (name string, labels []string) {
+	for i := range series {
+		if s := &series[i]; s.counter == counter {
+			for j, label := range s.family.Labels {
+				labels = append(labels, label, s.values[j])
+			}
+			return s.family.Name, labels
+		}
+	}
+	return "", nil
+}
+
+// Exported says whether an agent exports a metric of that name: one of Families, or of what the Go runtime, the kernel and the
+// server of the metrics themselves say.
+func Exported(name string) bool {
+	if slices.ContainsFunc(families, func(f *Family) bool { return f.Name == name }) {
+		return true
+	}
+	return slices.ContainsFunc([]string{"go_", "process_", "promhttp_"}, func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 }
