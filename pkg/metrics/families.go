@@ -42,6 +42,12 @@ func family(kind Type, name, help string, labels ...string) *Family {
 	return f
 }
 
+// perPod marks a family as one that is exported on request only.
+func perPod(f *Family) *Family {
+	f.PerPod = true
+	return f
+}
+
 // Those of the pods' counters. Each has a twin per pod.
 var (
 	connections = family(Counter, "redirector_connections_total",
@@ -106,23 +112,22 @@ var podTwins = func() map[*Family]*Family {
 	for _, f := range slices.Clone(families) {
 		twin := family(Counter, "redirector_pod_"+f.Name[len("redirector_"):],
 			"As "+f.Name+", of one pod since its enrolment.", slices.Concat(podLabels, f.Labels)...)
-		twin.PerPod = true
-		twins[f] = twin
+		twins[f] = perPod(twin)
 	}
 	return twins
 }()
 
 // What is so when somebody scrapes.
 var (
-	podsLeftOut = family(Gauge, "redirector_pods_left_out",
-		"Pods without metrics of their own, since there are more than metrics per pod are exported of.")
+	podsLeftOut = perPod(family(Gauge, "redirector_pods_left_out",
+		"Pods without metrics of their own, since there are more than metrics per pod are exported of."))
 	pods = family(Gauge, "redirector_pods",
 		"Captured pods: a node proxy runs for them (enrolled), none does, so nothing passes (pending), or their names are lost (unnamed).",
 		"state")
 	repairs = family(Counter, "redirector_repairs_total",
 		"What was found not to be as it should be, and was put right, since the agent's start.", "kind")
 	admittedFlows = family(Gauge, "redirector_admitted_flows",
-		"Connections that are let through to apps right now: the node proxy's, the host's probes, and those of pods with their own IPv6 addresses.")
+		"Connections that are let through to apps right now: the host's probes, and those of pods with their own IPv6 addresses.")
 	proxies = family(Gauge, "redirector_proxies",
 		"Connections of node proxies: not introduced yet (hello), being told of all pods (snapshot), or told (ready).", "state")
 	ztunnelConnected = family(Gauge, "ztunnel_connected",
@@ -140,7 +145,7 @@ var (
 var (
 	ackDuration = histogram("redirector_zds_ack_duration_seconds",
 		"Time from a request to a node proxy to its answer, by request and outcome.",
-		[]float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}, "request", "outcome")
+		[]float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, 1, 5}, "request", "outcome")
 	enrolDuration = histogram("redirector_enrolment_duration_seconds",
 		"Time to capture a pod that somebody asked for, without the wait for a node proxy, by result.",
 		[]float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5}, "result")

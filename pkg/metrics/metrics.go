@@ -3,6 +3,7 @@
 package metrics
 
 import (
+	"cmp"
 	"fmt"
 	"runtime"
 	"slices"
@@ -16,15 +17,16 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
 
-// MaxPods is of how many pods metrics are exported with Options.PerPod; a node has 110 by Kubernetes's default.
+// MaxPods is the default of how many pods metrics are exported of with Options.PerPod; a node has 110 by Kubernetes's default.
 const MaxPods = 512
 
 // Options say what runs, and what to export.
 type Options struct {
 	// Version and Commit are the binary's, Kernel is this machine's release.
 	Version, Commit, Kernel string
-	// PerPod exports the counters of each pod besides their sums, of MaxPods pods at most: the first by namespace and name.
-	PerPod bool
+	// PerPod exports the counters of each pod besides their sums, of that many pods at most: the first by namespace and name.
+	PerPod  bool
+	MaxPods int // 0: the constant of that name
 }
 
 // Metrics are an agent's. Its Observe methods may be called from several goroutines, and before Watch.
@@ -40,6 +42,7 @@ type Metrics struct {
 
 // New returns metrics with nothing in them but durations, and what the Go runtime and the kernel say of this process.
 func New(opts Options) *Metrics {
+	opts.MaxPods = cmp.Or(opts.MaxPods, MaxPods)
 	m := &Metrics{opts: opts, registry: prometheus.NewRegistry()}
 	for vec, f := range map[**prometheus.HistogramVec]*Family{
 		&m.acks: ackDuration, &m.enrolments: enrolDuration, &m.steps: stepDuration, &m.reconciles: reconcileDuration,
@@ -50,7 +53,9 @@ func New(opts Options) *Metrics {
 	m.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	// What has not happened yet is there with a zero, or the first time would not show as an increase.
 	for _, request := range zds.Requests() {
-		m.acks.WithLabelValues(string(request), string(zds.OutcomeAcked))
+		for _, outcome := range zds.Outcomes() {
+			m.acks.WithLabelValues(string(request), string(outcome))
+		}
 	}
 	m.enrolments.WithLabelValues(resultDone)
 	m.enrolments.WithLabelValues(resultFailed)
@@ -177,7 +182,7 @@ func (s *scrape) perPod() {
 		s.failed(podsLeftOut, err)
 		return
 	}
-	exported := all[:min(len(all), MaxPods)]
+	exported := all[:min(len(all), s.opts.MaxPods)]
 	for i := range exported {
 		pod := &exported[i]
 		eachSeries(&pod.Counters, func(c *counterSeries, value uint64) {

@@ -14,11 +14,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/metrics"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
@@ -70,7 +73,6 @@ func (m *machine) scrape() scraped {
 		m.t.Fatal(err)
 	}
 	for _, p := range problems {
-		// The name is istio-cni's; those of the libraries are theirs.
 		m.t.Errorf("promlint on %s: %s", p.Metric, p.Text)
 	}
 	return all
@@ -118,11 +120,17 @@ func (s scraped) want(t *testing.T, want float64, name string, labels ...string)
 }
 
 // wantSameAsPods compares what is exported of the counters with what `redirector pods -o json` says, of each pod and in sum.
-// There must be no traffic meanwhile.
-func (m *machine) wantSameAsPods(s scraped) {
+// There must be no traffic meanwhile but what comes late of connections that are closed.
+func (m *machine) wantSameAsPods() {
 	m.t.Helper()
+	var s scraped
+	var pods []enroll.Pod
+	m.eventually("nothing is counted any more", func() bool {
+		before := m.pods()
+		s, pods = m.scrape(), m.pods()
+		return cmp.Equal(before, pods, cmpopts.EquateComparable(netip.Addr{}))
+	})
 	sums := map[string]float64{}
-	pods := m.pods()
 	for i := range pods {
 		pod := &pods[i]
 		of := []string{"pod_namespace", pod.Namespace, "pod_name", pod.Name, "pod_uid", pod.UID}
@@ -177,8 +185,8 @@ func TestAScrapeSaysWhatThePodsSay(t *testing.T) {
 	m.wantConnection(m.Outside, m.Outside.V4, web.V4, inside.Port)
 
 	m.eventually("nothing is under way", func() bool { return m.status().AdmittedFlows == 0 })
+	m.wantSameAsPods()
 	s = m.scrape()
-	m.wantSameAsPods(s)
 	s.want(t, 3, "redirector_connections_total", "direction", "outbound", "verdict", "captured")
 	s.want(t, 1, "redirector_connections_total", "direction", "inbound", "verdict", "proxied")
 	s.want(t, 2, "redirector_pods", "state", "enrolled")
