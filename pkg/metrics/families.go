@@ -4,7 +4,6 @@ package metrics
 
 import (
 	"slices"
-	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -193,13 +192,4 @@ func SeriesOf(counter string) (name string, labels []string) {
 		}
 	}
 	return "", nil
-}
-
-// Exported says whether an agent exports a metric of that name: one of Families, or of what the Go runtime, the kernel and the
-// server of the metrics themselves say.
-func Exported(name string) bool {
-	if slices.ContainsFunc(families, func(f *Family) bool { return f.Name == name }) {
-		return true
-	}
-	return slices.ContainsFunc([]string{"go_", "process_", "promhttp_"}, func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 }

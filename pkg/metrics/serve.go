@@ -30,22 +30,26 @@ func Listen(ctx context.Context, addr string) (net.Listener, error) {
 	return l, nil
 }
 
-// Serve answers GET /metrics until ctx is done, and closes the listener. What cannot be read is logged and left out of a scrape.
-func (m *Metrics) Serve(ctx context.Context, l net.Listener, log *slog.Logger) error {
-	errorLog := slog.NewLogLogger(log.Handler(), slog.LevelError)
-	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{
-		ErrorLog:            errorLog,
+// Handler answers scrapes. What cannot be read is logged and left out. It is to be made once.
+func (m *Metrics) Handler(log *slog.Logger) http.Handler {
+	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{
+		ErrorLog:            slog.NewLogLogger(log.Handler(), slog.LevelError),
 		ErrorHandling:       promhttp.ContinueOnError,
 		Registry:            m.registry,
 		MaxRequestsInFlight: scrapesAtOnce,
-	}))
+	})
+}
+
+// Serve answers GET /metrics until ctx is done, and closes the listener.
+func (m *Metrics) Serve(ctx context.Context, l net.Listener, log *slog.Logger) error {
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", m.Handler(log))
 	server := &http.Server{
 		Handler:      mux,
 		ReadTimeout:  clientTimeout,
 		WriteTimeout: clientTimeout,
 		IdleTimeout:  2 * time.Minute, // longer than the usual time between two scrapes
-		ErrorLog:     errorLog,
+		ErrorLog:     slog.NewLogLogger(log.Handler(), slog.LevelWarn),
 	}
 	unhook := context.AfterFunc(ctx, func() { _ = server.Close() })
 	defer unhook()
