@@ -34,7 +34,7 @@ var (
 	ErrTaken = errors.New("unenroll that one first")
 )
 
-// Config is what an Enroller works with. All fields but Observe are needed.
+// Config is what an Enroller works with. All fields are needed but those whose names begin with Observe.
 type Config struct {
 	Datapath *loader.Datapath
 	Proxies  *zds.Server
@@ -45,6 +45,11 @@ type Config struct {
 	DNSCapture bool
 	// Observe is told how long each step of an enrolment took. It may be nil.
 	Observe func(step string, took time.Duration)
+	// ObserveEnrolment is told how long each enrolment, or its repetition, took without the wait for a proxy, and how it ended.
+	// It may be nil.
+	ObserveEnrolment func(took time.Duration, err error)
+	// ObserveReconcile is told how long each look of Reconcile at all pods took. It may be nil.
+	ObserveReconcile func(took time.Duration)
 }
 
 // Enroller enrols pods and takes them out again. Its methods may be called from several goroutines; work on one pod never
@@ -60,6 +65,11 @@ type Enroller struct {
 	repairs  map[Repair]uint64
 	// changing has the pods that the reconcile loop is moving or removing.
 	changing map[string]bool
+
+	// counted is held while counters are summed or removed, so that they are in exactly one of map counters and past.
+	counted sync.Mutex
+	// past sums the counters of pods that have left.
+	past maps.Counters
 }
 
 // pod is one pod. The mutex is held during any work on it.
@@ -98,6 +108,12 @@ type pod struct {
 func New(c Config) *Enroller {
 	if c.Observe == nil {
 		c.Observe = func(string, time.Duration) {}
+	}
+	if c.ObserveEnrolment == nil {
+		c.ObserveEnrolment = func(time.Duration, error) {}
+	}
+	if c.ObserveReconcile == nil {
+		c.ObserveReconcile = func(time.Duration) {}
 	}
 	return &Enroller{Config: c, byUID: map[string]*pod{}, byCookie: map[uint64]*pod{}, repairs: map[Repair]uint64{}, changing: map[string]bool{}}
 }
@@ -156,7 +172,10 @@ func (e *Enroller) Enroll(ctx context.Context, spec Spec, wait bool) error {
 	if err := spec.Validate(); err != nil {
 		return err
 	}
-	if err := e.capture(spec); err != nil {
+	start := time.Now()
+	err := e.capture(spec)
+	e.ObserveEnrolment(time.Since(start), err)
+	if err != nil {
 		return fmt.Errorf("enrol pod %s (%s): %w", &spec, spec.UID, err)
 	}
 	if !wait {
@@ -385,7 +404,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		if err != nil || !made || enrolled {
 			return nil, err
 		}
-		return func() error { return e.Datapath.Maps().DeleteCounters(p.ns.Cookie()) }, nil
+		return func() error { return e.deleteCounters(p.ns.Cookie()) }, nil
 	})
 	step("probe targets", func() (func() error, error) { return e.applyProbeTargets(p) })
 	step("proxy", func() (func() error, error) {
@@ -584,7 +603,7 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	// Capture ends first, so that no connection is marked for a route that is gone. When the rest fails it is switched on
 	// again: a pod is either out or captured, and the entry is what remembers the sysctls to restore. Before that the counters
 	// go, with which the seal holds.
-	if err := errors.Join(m.DeleteCounters(cookie), m.DeletePod(cookie)); err != nil {
+	if err := errors.Join(e.deleteCounters(cookie), m.DeletePod(cookie)); err != nil {
 		return err
 	}
 	fault.Point("unenrol: capture off")

@@ -42,7 +42,9 @@ func (e *Enroller) Reconcile(ctx context.Context) error {
 		case <-ticker.C:
 		}
 		r.round++
+		start := time.Now()
 		r.look()
+		r.ObserveReconcile(time.Since(start))
 		for _, uid := range e.takeOverListeners() {
 			r.change(uid, func() { e.offerAnew(ctx, uid) })
 		}
@@ -316,7 +318,7 @@ func (e *Enroller) removeStale(have *inMaps) {
 	}
 	for cookie := range have.counted {
 		if unknown(cookie) {
-			errs = append(errs, m.DeleteCounters(cookie))
+			errs = append(errs, e.deleteCounters(cookie))
 			stale[cookie] = true
 		}
 	}

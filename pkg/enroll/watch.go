@@ -102,6 +102,14 @@ const (
 	RepairGone        Repair = "gone"         // nothing led to the pod's network namespace any more, and the pod was removed
 )
 
+// RepairKinds lists all kinds of repairs.
+func RepairKinds() []Repair {
+	return []Repair{
+		RepairSeal, RepairRouting, RepairSysctl, RepairSteer, RepairEntry, RepairCounters, RepairOwnAddr, RepairProbeTarget,
+		RepairStale, RepairNetNS, RepairGone, RepairNode,
+	}
+}
+
 // Repairs returns how many repairs of each kind there were since the start.
 func (e *Enroller) Repairs() map[Repair]uint64 {
 	e.mu.Lock()

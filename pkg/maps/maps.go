@@ -600,6 +600,76 @@ func (m *Maps) Admitted() (int, error) {
 	return n, nil
 }
 
+// Usage is how full a map is.
+type Usage struct {
+	Map      string // its name
+	Entries  int
+	Capacity int
+}
+
+// Usage counts the entries of all maps that can be full: those that have room for a number of them, and no entry for each index.
+// It walks through them, with system calls that fetch many entries at a time where the kernel can (hash maps, 5.6).
+func (m *Maps) Usage() ([]Usage, error) {
+	all := m.RedirectorMaps
+	var usages []Usage
+	for _, one := range []struct {
+		name string
+		bpf  *ebpf.Map
+	}{
+		{"pods", all.Pods}, {"own_addrs", all.OwnAddrs}, {"listeners", all.Listeners}, {"admitted", all.Admitted},
+		{"counters", all.Counters}, {"probe_targets", all.ProbeTargets}, {"cgroups", all.Cgroups}, {"dns_bounds", all.DnsBounds},
+	} {
+		n, err := entries(one.bpf)
+		if err != nil {
+			return nil, fmt.Errorf("map %s: count entries: %w", one.name, err)
+		}
+		usages = append(usages, Usage{one.name, n, int(one.bpf.MaxEntries())})
+	}
+	return usages, nil
+}
+
+// entriesAtOnce is how many entries are fetched with one system call. A bucket of a hash map must fit.
+const entriesAtOnce = 256
+
+func entries(m *ebpf.Map) (int, error) {
+	if kind := m.Type(); kind != ebpf.Hash && kind != ebpf.LRUHash {
+		return entriesOneByOne(m)
+	}
+	keys := rows(m.KeySize())
+	values := rows(m.ValueSize())
+	var cursor ebpf.MapBatchCursor
+	for n := 0; ; {
+		got, err := m.BatchLookup(&cursor, keys, values, nil)
+		n += got
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			return n, nil // that was all
+		}
+		if err != nil {
+			return 0, err
+		}
+	}
+}
+
+// rows makes room for entriesAtOnce keys or values of that many bytes.
+func rows(size uint32) any {
+	kind := reflect.SliceOf(reflect.ArrayOf(int(size), reflect.TypeFor[byte]()))
+	return reflect.MakeSlice(kind, entriesAtOnce, entriesAtOnce).Interface()
+}
+
+// entriesOneByOne is for maps of other kinds. When entries go meanwhile the walk begins anew, so it may miss some.
+func entriesOneByOne(m *ebpf.Map) (int, error) {
+	seen := map[string]bool{}
+	next := make([]byte, m.KeySize())
+	err := m.NextKey(nil, next)
+	for ; err == nil && !seen[string(next)]; err = m.NextKey(bytes.Clone(next), next) {
+		seen[string(next)] = true
+	}
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return 0, err
+	}
+	return len(seen), nil
+}
+
 func drop(m *ebpf.Map, key any) error {
 	if err := m.Delete(key); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return fmt.Errorf("%s: delete: %w", m, err)

@@ -7,9 +7,12 @@ import (
 	"fmt"
 	gomaps "maps"
 	"net/netip"
+	"reflect"
 	"runtime"
 	"strings"
 	"testing"
+
+	"github.com/cilium/ebpf"
 
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
@@ -169,5 +172,54 @@ func TestAFullMapSaysSo(t *testing.T) {
 	err := m.PutCgroup(uint64(limit)+1, maps.CgroupPods)
 	if err == nil || !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), fmt.Sprint(limit+1)) {
 		t.Errorf("the entry after the last gets %v", err)
+	}
+}
+
+// More entries than are fetched at once, and each map that can be full is there.
+func TestUsageCountsTheEntriesOfAllMapsThatCanBeFull(t *testing.T) {
+	m := open(t)
+	for i := range 700 {
+		must(t, m.PutOwnAddr(uint64(i%7), netip.AddrFrom4([4]byte{10, 0, byte(i / 256), byte(i)}), 2))
+	}
+	for id := range uint64(3) {
+		_, err := m.CreateCounters(id + 1)
+		must(t, err)
+	}
+	usage := func() map[string]maps.Usage {
+		all := map[string]maps.Usage{}
+		usages, err := m.Usage()
+		must(t, err)
+		for _, u := range usages {
+			all[u.Map] = u
+		}
+		return all
+	}
+	before := usage()
+	if got, want := before["own_addrs"], (maps.Usage{Map: "own_addrs", Entries: 700, Capacity: int(m.RedirectorMaps.OwnAddrs.MaxEntries())}); got != want {
+		t.Errorf("own_addrs: %+v, want %+v", got, want)
+	}
+	if got := before["counters"].Entries; got != 3 {
+		t.Errorf("counters has %d entries, want 3", got)
+	}
+	must(t, m.DeleteOwnAddr(0, netip.MustParseAddr("10.0.0.0")))
+	if got := usage()["own_addrs"].Entries; got != 699 {
+		t.Errorf("own_addrs has %d entries after one was removed, want 699", got)
+	}
+	all := reflect.ValueOf(m.RedirectorMaps)
+	found := 0
+	for i := range all.NumField() {
+		bpfMap := all.Field(i).Interface().(*ebpf.Map)
+		switch bpfMap.Type() {
+		case ebpf.Hash, ebpf.LRUHash, ebpf.PerCPUHash, ebpf.SockHash:
+			found++
+			info, err := bpfMap.Info()
+			must(t, err)
+			if _, ok := before[info.Name]; !ok {
+				t.Errorf("map %s can be full, and its usage is not known", info.Name)
+			}
+		}
+	}
+	if found != len(before) {
+		t.Errorf("the usage of %d maps is known, %d can be full", len(before), found)
 	}
 }

@@ -338,7 +338,9 @@ func (c *conn) next(now time.Time) (r *request, again time.Time, err error) {
 // do sends a request, waits for the answer and writes down what the peer knows
 // then. A refusal is no error; everything that makes the connection useless is.
 func (c *conn) do(r *request) error {
+	start := time.Now()
 	refusal, err := c.exchange(r)
+	c.observe(r, refusal, err, time.Since(start))
 	pods := c.settle(r, refusal, err)
 	if err != nil {
 		return err
@@ -352,6 +354,22 @@ func (c *conn) do(r *request) error {
 		log.Debug("node proxy acked", "request", r.String())
 	}
 	return nil
+}
+
+// observe tells OnAnswer of a request.
+func (c *conn) observe(r *request, refusal string, err error, took time.Duration) {
+	if c.s.opts.OnAnswer == nil {
+		return
+	}
+	outcome := OutcomeAcked
+	switch {
+	case err != nil:
+		outcome = OutcomeLost
+	case refusal != "":
+		outcome = OutcomeRefused
+	}
+	request := map[need]Request{needAdd: RequestAdd, needKeep: RequestKeep, needDel: RequestDel, needSnapshotSent: RequestSnapshotSent}[r.kind]
+	c.s.opts.OnAnswer(request, outcome, took)
 }
 
 // settle writes down the outcome of a request, and returns how many pods the peer

@@ -107,7 +107,38 @@ type Options struct {
 	// OnHello is called with a peer's process id when it has said hello, before it is sent anything. With an error its
 	// connection is closed. It may be nil.
 	OnHello func(pid int32) error
+	// OnAnswer is called after each request to a peer, with what it was, how it ended, and how long that took. It may be nil.
+	OnAnswer func(request Request, outcome Outcome, took time.Duration)
 }
+
+// Request is what a peer was asked.
+type Request string
+
+// The requests.
+const (
+	RequestAdd          Request = "add"           // run this pod
+	RequestKeep         Request = "keep"          // go on to run a pod whose network namespace is not known yet
+	RequestDel          Request = "del"           // end this pod
+	RequestSnapshotSent Request = "snapshot_sent" // these are all pods
+)
+
+// Requests lists all requests.
+func Requests() []Request {
+	return []Request{RequestAdd, RequestKeep, RequestDel, RequestSnapshotSent}
+}
+
+// Outcome is how a request ended.
+type Outcome string
+
+// The outcomes.
+const (
+	OutcomeAcked   Outcome = "acked"   // the peer has done it
+	OutcomeRefused Outcome = "refused" // the peer said that it will not, or cannot
+	OutcomeLost    Outcome = "lost"    // there was no answer that could be understood, in time; the connection is closed
+)
+
+// Outcomes lists all outcomes.
+func Outcomes() []Outcome { return []Outcome{OutcomeAcked, OutcomeRefused, OutcomeLost} }
 
 // Server is the server side of ZDS. Its methods may be called from any goroutine.
 type Server struct {

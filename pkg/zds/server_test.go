@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -506,6 +507,55 @@ func TestARefusedDelIsDone(t *testing.T) {
 	s.wait(t, "a")
 	s.remove(t, "a")
 	s.log.expect(t, 1, "del a", "I would rather not")
+}
+
+func TestAnswersAreObserved(t *testing.T) {
+	type answer struct {
+		request Request
+		outcome Outcome
+	}
+	var mu sync.Mutex
+	var all []answer
+	s := startServer(t, Options{AckTimeout: 100 * time.Millisecond, OnAnswer: func(request Request, outcome Outcome, took time.Duration) {
+		if took <= 0 {
+			t.Errorf("the answer to %s took %v", request, took)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		all = append(all, answer{request, outcome})
+	}})
+	if err := s.Set(testPod("kept", nil)); err != nil {
+		t.Fatal(err)
+	}
+	s.set(t, "a", newNetNS(t))
+	p := dial(t, s.path)
+	p.hello()
+	for _, r := range []struct{ request, answer string }{
+		{"keep kept", ""}, {"add a", "no room"}, {"snapshot sent", ""},
+	} {
+		p.expect(r.request)
+		p.answer(r.answer)
+	}
+	s.states(t, StateReady)
+	if err := s.Remove(canceled(), "a"); err == nil {
+		t.Error("nobody has answered the del")
+	}
+	p.expect("del a")
+	p.expectClosed()
+	want := []answer{
+		{RequestKeep, OutcomeAcked}, {RequestAdd, OutcomeRefused}, {RequestSnapshotSent, OutcomeAcked}, {RequestDel, OutcomeLost},
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if !slices.Equal(all, want) {
+		t.Errorf("observed %v, want %v", all, want)
+	}
+}
+
+func canceled() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
 }
 
 // Each bad peer is next to a good one, loses its connection with a reason in the

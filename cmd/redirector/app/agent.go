@@ -47,6 +47,7 @@ type agentOptions struct {
 
 	dnsCapture  bool
 	originalDst choice
+	insight     insightOptions
 
 	kube kubernetesOptions
 }
@@ -127,6 +128,7 @@ nothing counts as unset.`,
 		twin(flags, name)
 	}
 	twin(flags, "dns-capture", "AMBIENT_DNS_CAPTURE")
+	o.insight.addFlags(flags)
 	return cmd
 }
 
@@ -200,6 +202,12 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		}
 	}()
 
+	insight, err := o.insight.prepare(ctx, o.standalone, o.runDir, env.buildInfo(), log)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, insight.close()) }()
+
 	probes, removeProbes, err := o.addProbeAddrs(datapath)
 	if err != nil {
 		return err
@@ -228,7 +236,7 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		return fmt.Errorf("make a directory for ZDS socket %s: %w: choose another with --zds-socket", o.zdsSocket, err)
 	}
 	defer unlessStarted(removeZDSDir)
-	proxies, err := zds.Listen(zds.Options{Path: o.zdsSocket, Log: log, OnHello: who.ProxyConnected})
+	proxies, err := zds.Listen(zds.Options{Path: o.zdsSocket, Log: log, OnHello: who.ProxyConnected, OnAnswer: insight.ObserveAnswer})
 	if err != nil {
 		return err
 	}
@@ -246,9 +254,15 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 		return fmt.Errorf("make a directory for what is known of pods: %w: remove what is there, or choose another --run-dir", err)
 	}
 	defer unlessStarted(removeStateDir)
-	enroller := enroll.New(enroll.Config{Datapath: datapath, Proxies: proxies, StateDir: stateDir, Log: log, DNSCapture: o.dnsCapture})
+	enroller := enroll.New(enroll.Config{
+		Datapath: datapath, Proxies: proxies, StateDir: stateDir, Log: log, DNSCapture: o.dnsCapture,
+		Observe: insight.ObserveStep, ObserveEnrolment: insight.ObserveEnrolment, ObserveReconcile: insight.ObserveReconcile,
+	})
 	defer enroller.Close()
 	if err := kube.watch(enroller, o.runDir); err != nil {
+		return err
+	}
+	if err := insight.Watch(enroller); err != nil {
 		return err
 	}
 	if err := enroller.Restore(ctx); err != nil {
@@ -284,6 +298,7 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 	group.Go(func() error { return enroller.Reconcile(groupCtx) })
 	group.Go(func() error { return enroller.KeepNode(groupCtx) })
 	kube.serve(groupCtx, group)
+	insight.serve(groupCtx, group)
 	log.Info("ready", "version", env.buildInfo().Version, "pid", os.Getpid(), "run_dir", o.runDir, "zds_socket", o.zdsSocket,
 		"bpffs", o.bpffs, "cgroup", o.cgroup, "adopted", datapath.Adopted(), "took", time.Since(start))
 	err = group.Wait()

@@ -39,6 +39,8 @@ func TestWrongUse(t *testing.T) {
 		"unknown topic":               {[]string{"help", "frobnicate"}, []string{`"frobnicate"`}},
 		"agent without standalone":    {[]string{"agent"}, []string{"--standalone"}},
 		"agent with a bad level":      {[]string{"agent", "--standalone", "--log-level", "loud"}, []string{"loud", "debug"}},
+		"agent with a bad port":       {[]string{"agent", "--standalone", "--metrics-addr", "65536"}, []string{"65536", "port", "--metrics-addr"}},
+		"agent with no port":          {[]string{"agent", "--standalone", "--metrics-addr", "here"}, []string{"here", ":15014", "off"}},
 		"agent with a bad format":     {[]string{"agent", "--standalone", "--log-format", "xml"}, []string{"xml", "json"}},
 		"enroll without flags":        {[]string{"enroll"}, []string{"--uid", "--name", "--service-account", "--netns"}},
 		"enroll without a namespace":  {enroll[:len(enroll)-2], []string{"--netns"}},

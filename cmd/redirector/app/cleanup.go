@@ -79,6 +79,9 @@ func (o *cleanupOptions) clean() (err error) {
 	if err := sockfile.RemoveStale("unix", filepath.Join(o.runDir, cni.SocketName)); err != nil {
 		return err
 	}
+	if err := sockfile.RemoveStale("unix", filepath.Join(o.runDir, pprofName)); err != nil {
+		return err
+	}
 	err = sockfile.RemoveStale("unix", o.zdsSocket)
 	if errors.Is(err, sockfile.ErrInUse) {
 		err = nil // of another agent, as istio-cni's, which has taken over
