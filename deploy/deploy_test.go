@@ -86,7 +86,7 @@ var (
 func check(expr string, exported map[string]map[string][]string) (problems []string) {
 	var labels, grouped []string
 	known := slices.Clone(ofTheTarget)
-	any := false // a metric whose labels are not known
+	unknown := false // a metric whose labels are not known
 	metric := ""
 	for rest := expr; rest != ""; {
 		switch name := word.FindString(rest); {
@@ -95,7 +95,7 @@ func check(expr string, exported map[string]map[string][]string) (problems []str
 			switch {
 			case slices.Contains(grouping, name):
 				list, after, _ := strings.Cut(strings.TrimPrefix(rest, "("), ")")
-				for _, label := range strings.Split(list, ",") {
+				for label := range strings.SplitSeq(list, ",") {
 					grouped = append(grouped, strings.TrimSpace(label))
 				}
 				rest = after
@@ -106,7 +106,7 @@ func check(expr string, exported map[string]map[string][]string) (problems []str
 				if !ok {
 					problems = append(problems, fmt.Sprintf("metric %s is not exported", name))
 				}
-				any = any || of == nil
+				unknown = unknown || of == nil
 				labels = slices.Collect(maps.Keys(of))
 				known = append(known, labels...)
 			}
@@ -125,7 +125,7 @@ func check(expr string, exported map[string]map[string][]string) (problems []str
 		}
 	}
 	for _, label := range grouped {
-		if !any && !slices.Contains(known, label) {
+		if !unknown && !slices.Contains(known, label) {
 			problems = append(problems, fmt.Sprintf("label %s is on none of the metrics", label))
 		}
 	}
@@ -141,7 +141,7 @@ func checkMatcher(metric, label, values string, exported map[string]map[string][
 	if !ok {
 		return []string{fmt.Sprintf("metric %s has no label %s", metric, label)}
 	}
-	for _, value := range strings.Split(values, "|") {
+	for value := range strings.SplitSeq(values, "|") {
 		if known != nil && !slices.Contains(known, value) {
 			problems = append(problems, fmt.Sprintf("label %s of metric %s is never %q", label, metric, value))
 		}

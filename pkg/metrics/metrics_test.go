@@ -5,6 +5,7 @@ package metrics_test
 import (
 	"errors"
 	"log/slog"
+	"net/http"
 	"net/http/httptest"
 	"runtime"
 	"strings"
@@ -97,7 +98,7 @@ func TestMetricsPerPodAreBounded(t *testing.T) {
 
 func scrape(m *metrics.Metrics) string {
 	recorder := httptest.NewRecorder()
-	m.Handler(slog.New(slog.DiscardHandler)).ServeHTTP(recorder, httptest.NewRequest("GET", "/metrics", nil))
+	m.Handler(slog.New(slog.DiscardHandler)).ServeHTTP(recorder, httptest.NewRequest("GET", "/metrics", http.NoBody))
 	return recorder.Body.String()
 }
 
@@ -111,7 +112,7 @@ func TestAMapThatCannotBeReadCostsOnlyItsMetrics(t *testing.T) {
 	var body string
 	for range 2 { // what has failed is in the next scrape
 		recorder := httptest.NewRecorder()
-		handler.ServeHTTP(recorder, httptest.NewRequest("GET", "/metrics", nil))
+		handler.ServeHTTP(recorder, httptest.NewRequest("GET", "/metrics", http.NoBody))
 		body = recorder.Body.String()
 		if recorder.Code != 200 {
 			t.Errorf("it answers %d", recorder.Code)

@@ -42,7 +42,7 @@ func (m *machine) get(ns *bed.NS, socket, url string) string {
 		},
 	}
 	client := &http.Client{Transport: transport, Timeout: 20 * time.Second}
-	response, err := client.Get(url) //nolint:noctx // it has a timeout
+	response, err := client.Get(url)
 	if err != nil {
 		m.t.Fatal(err)
 	}
