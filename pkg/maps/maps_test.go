@@ -209,7 +209,7 @@ func TestUsageCountsTheEntriesOfAllMapsThatCanBeFull(t *testing.T) {
 	all := reflect.ValueOf(m.RedirectorMaps)
 	found := 0
 	for _, field := range all.Fields() {
-		bpfMap, ok := field.Interface().(*ebpf.Map)
+		bpfMap, ok := reflect.TypeAssert[*ebpf.Map](field)
 		if !ok || !slices.Contains([]ebpf.MapType{ebpf.Hash, ebpf.LRUHash, ebpf.PerCPUHash, ebpf.SockHash}, bpfMap.Type()) {
 			continue
 		}

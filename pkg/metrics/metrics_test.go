@@ -98,7 +98,7 @@ func TestMetricsPerPodAreBounded(t *testing.T) {
 
 func scrape(m *metrics.Metrics) string {
 	recorder := httptest.NewRecorder()
-	m.Handler(slog.New(slog.DiscardHandler)).ServeHTTP(recorder, httptest.NewRequest("GET", "/metrics", http.NoBody))
+	m.Handler(slog.New(slog.DiscardHandler)).ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", http.NoBody))
 	return recorder.Body.String()
 }
 
@@ -112,7 +112,7 @@ func TestAMapThatCannotBeReadCostsOnlyItsMetrics(t *testing.T) {
 	var body string
 	for range 2 { // what has failed is in the next scrape
 		recorder := httptest.NewRecorder()
-		handler.ServeHTTP(recorder, httptest.NewRequest("GET", "/metrics", http.NoBody))
+		handler.ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", http.NoBody))
 		body = recorder.Body.String()
 		if recorder.Code != 200 {
 			t.Errorf("it answers %d", recorder.Code)

@@ -50,14 +50,18 @@ func originalDst(fd uintptr, level, size int) string {
 }
 
 // originalDsts are all answers for a connection, in a line.
-func originalDsts(c syscall.Conn) string {
-	raw, err := c.SyscallConn()
+func originalDsts(c net.Conn) string {
+	tcp, ok := c.(*net.TCPConn)
+	if !ok {
+		return fmt.Sprintf("%T is no TCP connection", c)
+	}
+	raw, err := tcp.SyscallConn()
 	if err != nil {
 		return err.Error()
 	}
 	line := ""
 	err = raw.Control(func(fd uintptr) {
-		line = fmt.Sprintf("v4 %s v6 %s short %s %s",
+		line = fmt.Sprintf("v4 %s v6 %s short v4 %s v6 %s",
 			originalDst(fd, unix.SOL_IP, unix.SizeofSockaddrInet4), originalDst(fd, unix.SOL_IPV6, unix.SizeofSockaddrInet6),
 			originalDst(fd, unix.SOL_IP, unix.SizeofSockaddrInet4-1), originalDst(fd, unix.SOL_IPV6, unix.SizeofSockaddrInet6-1))
 	})
@@ -93,7 +97,7 @@ func askingProxy(networks []string) int {
 					}
 					go func() {
 						defer c.Close()
-						fmt.Printf("on %d %s: %s\n", port, c.LocalAddr(), originalDsts(c.(*net.TCPConn)))
+						fmt.Printf("on %d %s: %s\n", port, c.LocalAddr(), originalDsts(c))
 						if port == 15001 {
 							carryOn(c)
 						}
@@ -113,10 +117,12 @@ func carryOn(c net.Conn) {
 		return
 	}
 	defer up.Close()
-	fmt.Printf("to %s: %s\n", up.RemoteAddr(), originalDsts(up.(*net.TCPConn)))
+	fmt.Printf("to %s: %s\n", up.RemoteAddr(), originalDsts(up))
 	go func() {
 		_, _ = io.Copy(up, c)
-		_ = up.(*net.TCPConn).CloseWrite()
+		if tcp, ok := up.(*net.TCPConn); ok {
+			_ = tcp.CloseWrite()
+		}
 	}()
 	_, _ = io.Copy(c, up)
 }
@@ -144,15 +150,15 @@ func TestOriginalDestination(t *testing.T) {
 			}
 			said("listening")
 			eachFamily(t, func(t *testing.T, family string) {
-				const nothing = "v4 none v6 none short none none"
+				const nothing = "v4 none v6 none short v4 none v6 none"
 				answer := func(dst netip.AddrPort) string {
 					if dst.Addr().Is6() {
-						return fmt.Sprintf("v4 none v6 %s short none none", dst)
+						return fmt.Sprintf("v4 none v6 %s short v4 none v6 none", dst)
 					}
 					if networks[0] == "tcp" {
-						return fmt.Sprintf("v4 %s v6 [::ffff:%s]:%d short none none", dst, dst.Addr(), dst.Port())
+						return fmt.Sprintf("v4 %s v6 [::ffff:%s]:%d short v4 none v6 none", dst, dst.Addr(), dst.Port())
 					}
-					return fmt.Sprintf("v4 %s v6 none short none none", dst)
+					return fmt.Sprintf("v4 %s v6 none short v4 none v6 none", dst)
 				}
 				remote := netip.AddrPortFrom(addr(s.Outside, family), evasionPort)
 				ask(t, pod, bed.DialSpec{Remote: remote})
