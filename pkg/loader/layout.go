@@ -18,7 +18,7 @@ import (
 // a field or a map means has changed, so that entries cannot be carried over as they are. A dataplane from before layouts had
 // versions counts as 0. See docs/decisions/0006-adoption.md.
 const (
-	layoutVersion = 2
+	layoutVersion = 1
 	layoutOldest  = 0
 )
 
