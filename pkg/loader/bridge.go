@@ -169,19 +169,9 @@ func (d *Datapath) bridgeAdmitted(spec *ebpf.CollectionSpec) error {
 // copyAdmitted copies the flows of older maps. Those that end meanwhile are taken out again when the bridge goes.
 func (d *Datapath) copyAdmitted() error {
 	return d.eachPrevious(bpf.RedirectorMapAdmitted, func(old *ebpf.Map) error {
-		to := d.maps.RedirectorMaps.Admitted
-		return eachEntry(old, func(key, value []byte) error {
-			newKey, ok := fit(key, to.KeySize())
-			if !ok {
-				return nil
-			}
-			newValue, _ := fit(value, to.ValueSize())
-			if err := to.Update(newKey, newValue, ebpf.UpdateNoExist); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-				return fmt.Errorf("copy: %w", err)
-			}
-			d.bridge.copied = append(d.bridge.copied, key)
-			return nil
-		})
+		copied, err := copyMissing(d.maps.RedirectorMaps.Admitted, old)
+		d.bridge.copied = append(d.bridge.copied, copied...)
+		return err
 	})
 }
 
@@ -192,19 +182,27 @@ func (d *Datapath) copyDNSNotes() error {
 			return copySockets(d.maps.RedirectorMaps.DnsNotes, old)
 		}),
 		d.eachPrevious(bpf.RedirectorMapDnsBounds, func(old *ebpf.Map) error {
-			to := d.maps.RedirectorMaps.DnsBounds
-			return eachEntry(old, func(key, value []byte) error {
-				newKey, ok := fit(key, to.KeySize())
-				if !ok {
-					return nil
-				}
-				newValue, _ := fit(value, to.ValueSize())
-				if err := to.Update(newKey, newValue, ebpf.UpdateNoExist); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-					return fmt.Errorf("copy: %w", err)
-				}
-				return nil
-			})
+			_, err := copyMissing(d.maps.RedirectorMaps.DnsBounds, old)
+			return err
 		}))
+}
+
+// copyMissing copies the entries of a map that programs write into another, where that has none under their keys yet, and returns
+// the old map's keys of those that are there now.
+func copyMissing(to, from *ebpf.Map) (copied [][]byte, err error) {
+	err = eachEntry(from, func(key, value []byte) error {
+		newKey, ok := fit(key, to.KeySize())
+		if !ok {
+			return nil
+		}
+		newValue, _ := fit(value, to.ValueSize())
+		if err := to.Update(newKey, newValue, ebpf.UpdateNoExist); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
+			return fmt.Errorf("copy: %w", err)
+		}
+		copied = append(copied, key)
+		return nil
+	})
+	return copied, err
 }
 
 // dropEnded takes out copied flows that have ended since: the bridge has taken them out of the older maps.

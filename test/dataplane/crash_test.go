@@ -17,7 +17,6 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/fault"
-	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/nodeproxy"
@@ -73,14 +72,8 @@ func launchAgent(t *testing.T, b *bed.Bed, binary string, env ...string) *agentP
 // The agent is killed under load: what is established goes on, what is new is steered, and the next agent takes over without
 // a connection noticing.
 func TestTheAgentIsKilledUnderLoad(t *testing.T) {
-	b := bed.ForTest(t, bed.Options{})
-	if err := b.JoinCgroup(); err != nil {
-		t.Fatal(err)
-	}
-	if err := loader.CheckFeatures(); err != nil {
-		t.Skip(err)
-	}
-	n := &node{Bed: b, t: t}
+	n := newBareNode(t)
+	b := n.Bed
 	a := startAgent(t, b)
 	p := n.startProxyProcess()
 	pod := n.plainPod("pod")
@@ -208,14 +201,8 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 	} {
 		for _, point := range fault.Points[kind] {
 			t.Run(point, func(t *testing.T) {
-				b := bed.ForTest(t, bed.Options{})
-				if err := b.JoinCgroup(); err != nil {
-					t.Fatal(err)
-				}
-				if err := loader.CheckFeatures(); err != nil {
-					t.Skip(err)
-				}
-				n := &node{Bed: b, t: t}
+				n := newBareNode(t)
+				b := n.Bed
 				pod := n.plainPod("pod")
 				n.serve(n.Outside, 8080, bed.AppOptions{})
 				n.serve(pod, 8080, bed.AppOptions{})

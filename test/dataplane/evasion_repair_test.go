@@ -97,6 +97,23 @@ func removeClsact(t *testing.T, pod *bed.NS, h *netlink.Handle) {
 	}
 }
 
+// triesToLeave has a pod connect outwards, by turns over IPv4 and IPv6. Nothing of it may be on the wire, though something that was
+// there was spoilt at start, and may not have been put right yet.
+func (s *evasionStage) triesToLeave(t *testing.T, pod *bed.NS, try int, start time.Time) {
+	t.Helper()
+	family := []string{"IPv4", "IPv6"}[try%2]
+	a := &attempt{
+		evasionStage: s, pod: pod, family: family, uplink: pod.Link,
+		local:  netip.AddrPortFrom(addr(pod, family), s.nextPort()),
+		remote: netip.AddrPortFrom(addr(s.Outside, family), evasionPort),
+	}
+	a.open(t, pod)
+	_ = connectWithin(a.socket, a.remote, 50*time.Millisecond)
+	if seen := a.onTheWire(t); seen.syn+seen.synAck > 0 {
+		t.Errorf("%v after it was spoilt, a connection has left the pod past the proxy", time.Since(start))
+	}
+}
+
 // What a pod takes out of its network namespace is there again within seconds, and counted. Until then its sockets do not get
 // past the proxy.
 func TestWhatAPodTakesAwayIsPutBack(t *testing.T) {
@@ -120,17 +137,7 @@ func TestWhatAPodTakesAwayIsPutBack(t *testing.T) {
 				if time.Since(start) > 10*time.Second {
 					t.Fatal("it is not put back")
 				}
-				family := []string{"IPv4", "IPv6"}[tries%2]
-				a := &attempt{
-					evasionStage: s, pod: pod, family: family, uplink: pod.Link,
-					local:  netip.AddrPortFrom(addr(pod, family), s.nextPort()),
-					remote: netip.AddrPortFrom(addr(s.Outside, family), evasionPort),
-				}
-				a.open(t, pod)
-				_ = connectWithin(a.socket, a.remote, 50*time.Millisecond)
-				if seen := a.onTheWire(t); seen.syn+seen.synAck > 0 {
-					t.Errorf("%v after the removal, a connection has left the pod past the proxy", time.Since(start))
-				}
+				s.triesToLeave(t, pod, tries, start)
 			}
 			t.Logf("it is there again after %v at most", time.Since(start))
 			eachFamily(t, func(t *testing.T, family string) {

@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/redirector-dataplane/redirector/cmd/redirector/app"
+	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 	"github.com/redirector-dataplane/redirector/test/agent"
@@ -95,11 +96,22 @@ type node struct {
 
 func newNode(t *testing.T) *node {
 	t.Helper()
+	n := newBareNode(t)
+	n.Agent = agent.Start(t, n.Bed, nil)
+	return n
+}
+
+// newBareNode is newNode before an agent is started.
+func newBareNode(t *testing.T) *node {
+	t.Helper()
+	if err := loader.CheckFeatures(); err != nil {
+		t.Skip(err)
+	}
 	b := bed.ForTest(t, bed.Options{})
 	if err := b.JoinCgroup(); err != nil {
 		t.Fatal(err)
 	}
-	return &node{Bed: b, Agent: agent.Start(t, b, nil), t: t}
+	return &node{Bed: b, t: t}
 }
 
 // enrolledPod makes a pod and enrols it; when a proxy runs, it has the pod on return.

@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
-	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -99,14 +98,8 @@ func TestProxiesRestartWhilePodsComeAndGo(t *testing.T) {
 // A proxy that is away while a pod is taken out and enrolled again has had it all the time, with its listeners. They are known
 // again by the time that Enroll returns.
 func TestAProxyMissesThatAPodLeft(t *testing.T) {
-	b := bed.ForTest(t, bed.Options{})
-	if err := b.JoinCgroup(); err != nil {
-		t.Fatal(err)
-	}
-	if err := loader.CheckFeatures(); err != nil {
-		t.Skip(err)
-	}
-	n := &node{Bed: b, t: t}
+	n := newBareNode(t)
+	b := n.Bed
 	n.serve(n.Outside, 8080, bed.AppOptions{})
 	a := startAgent(t, b)
 	p := n.startProxyProcess()

@@ -111,14 +111,8 @@ func TestWhatIsNotedOfAPodGetsLost(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := bed.ForTest(t, bed.Options{})
-			if err := b.JoinCgroup(); err != nil {
-				t.Fatal(err)
-			}
-			if err := loader.CheckFeatures(); err != nil {
-				t.Skip(err)
-			}
-			n := &node{Bed: b, t: t}
+			n := newBareNode(t)
+			b := n.Bed
 			pod := n.plainPod("pod")
 			before, err := pod.Snapshot()
 			if err != nil {

@@ -19,7 +19,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
-	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
@@ -223,14 +222,8 @@ func emptyMap(t *testing.T, m *ebpf.Map) {
 
 // The kernel drops events that nobody reads in time (ENOBUFS). What they told of is seen all the same.
 func TestLostEventsAreMadeGood(t *testing.T) {
-	b := bed.ForTest(t, bed.Options{})
-	if err := b.JoinCgroup(); err != nil {
-		t.Fatal(err)
-	}
-	if err := loader.CheckFeatures(); err != nil {
-		t.Skip(err)
-	}
-	n := &node{Bed: b, t: t}
+	n := newBareNode(t)
+	b := n.Bed
 	a := startAgent(t, b)
 	pod := n.plainPod("pod")
 	if _, err := a.client.Enroll(t.Context(), api.EnrollRequest{Spec: agent.Spec(pod)}); err != nil {

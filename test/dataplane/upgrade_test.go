@@ -27,7 +27,6 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
-	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/rebuild"
@@ -65,14 +64,9 @@ var pause = func() time.Duration {
 // newSite starts it all with an agent of that binary; "" stands for this one.
 func newSite(t *testing.T, binary string) *site {
 	t.Helper()
-	b := bed.ForTest(t, bed.Options{})
-	if err := b.JoinCgroup(); err != nil {
-		t.Fatal(err)
-	}
-	if err := loader.CheckFeatures(); err != nil {
-		t.Skip(err)
-	}
-	s := &site{node: &node{Bed: b, t: t}, stop: make(chan struct{})}
+	n := newBareNode(t)
+	b := n.Bed
+	s := &site{node: n, stop: make(chan struct{})}
 	s.agent = startAgentOf(t, b, binary)
 	s.proxy = s.startProxyProcess()
 	s.apps = append(s.apps, s.serve(s.Outside, 8080, bed.AppOptions{}))
