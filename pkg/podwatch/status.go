@@ -27,9 +27,10 @@ const (
 
 const (
 	// proxyGrace is how long a node proxy may be away, for its restart or the agent's, before the pods that it ran for are said
-	// to be pending: to write that on every pod of the node, and undo it seconds later, helps nobody.
+	// to be pending: to write that on every pod of the node, and undo it seconds later, helps nobody. And it is how long one may
+	// take to get to a pod that is new to it, while it takes many.
 	proxyGrace = 30 * time.Second
-	// ackGrace is how long a proxy may take for a pod that was just captured, before it is said to be pending.
+	// ackGrace is how long a pod that was just captured may be without a proxy that would take it, before it is said to be pending.
 	ackGrace = time.Second
 	// patchTimeout bounds one attempt to write an annotation.
 	patchTimeout = 15 * time.Second
@@ -109,17 +110,23 @@ func (w *Watcher) status(pod *corev1.Pod, have string, now time.Time) (want, why
 			since = k.servedAt
 		}
 	})
-	grace := ackGrace
-	if have == statusEnabled {
+	grace, why := ackGrace, enrolled.Reason
+	taking := why == "" && w.Enroller.Proxies.Taking()
+	if have == statusEnabled || taking {
 		grace = proxyGrace
+	}
+	switch {
+	case why != "":
+	case taking:
+		why = "the one that is connected has not got to it yet"
+	default:
+		why = "none is connected that takes it"
 	}
 	switch {
 	case served:
 		return statusEnabled, ""
-	case now.Sub(since) >= grace && enrolled.Reason != "":
-		return statusPending, enrolled.Reason
 	case now.Sub(since) >= grace:
-		return statusPending, "none is connected that takes it"
+		return statusPending, why
 	default:
 		w.statuses.AddAfter(uid, ackGrace/10)
 		return have, ""

@@ -725,6 +725,22 @@ type PodStatus struct {
 	LastErrorAt time.Time `json:"lastErrorAt,omitzero"`
 }
 
+// Taking says whether a proxy is connected that takes pods, or that is being sent its first ones: a pod that it has neither acked
+// nor refused is on its way. One that does not answer is not connected for long.
+func (s *Server) Taking() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.target != nil {
+		return true
+	}
+	for _, c := range s.conns {
+		if c.state == StateSnapshot {
+			return true
+		}
+	}
+	return false
+}
+
 // Pod describes one pod; false if it is not Set.
 func (s *Server) Pod(uid string) (PodStatus, bool) {
 	s.mu.Lock()

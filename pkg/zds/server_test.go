@@ -81,6 +81,32 @@ func TestAProxyGetsASnapshotThenChangesAsTheyCome(t *testing.T) {
 	}
 }
 
+func TestAProxyTakesPodsFromItsHelloOn(t *testing.T) {
+	s := startServer(t, Options{})
+	s.set(t, "a", newNetNS(t))
+	takes := func(when string, want bool) {
+		t.Helper()
+		if s.Taking() != want {
+			t.Errorf("Taking is %t %s", !want, when)
+		}
+	}
+	takes("without a proxy", false)
+	p := dial(t, s.path)
+	s.states(t, StateHello)
+	takes("before it has said hello", false)
+	p.hello()
+	p.expect("add a")
+	takes("while it gets its first pods", true)
+	p.answer("")
+	p.expect("snapshot sent")
+	p.answer("")
+	s.states(t, StateReady)
+	takes("when it is ready", true)
+	p.close()
+	s.states(t)
+	takes("when it is gone", false)
+}
+
 func TestTheServerKeepsItsOwnHoldOfANamespaceWhileThePodIsSet(t *testing.T) {
 	s := startServer(t, Options{})
 	ns := newNetNS(t)

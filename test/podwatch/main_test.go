@@ -133,6 +133,7 @@ func (n *node) launchAgent(flags ...string) {
 	n.agent = n.start("redirector", "agent", append([]string{
 		"agent", "--run-dir", n.b.RunDir, "--bpffs", n.b.BPFFS, "--cgroup", n.b.Cgroup, "--zds-socket", n.b.ZDSSocket,
 		"--log-level", "debug", "--kubeconfig", n.Kubeconfig, "--exclude-namespaces", "kube-system", "--install-cni=false",
+		"--dns-capture=false", // so that an annotation says otherwise
 	}, flags...), append([]string{
 		"NODE_NAME=" + kube.NodeName, "POD_NAMESPACE=" + kube.AgentNamespace, "POD_NAME=redirector-node-bed",
 	}, n.env...))

@@ -42,6 +42,19 @@ func TestAFullNode(t *testing.T) {
 	}
 	n.wantPatches(0, pods...)
 	n.wantReady()
+	// Each pod ran before it was captured, and an event says so. They are sent on the side, the last after all else is done.
+	n.eventually("each pod has its event", func() error {
+		created := 0
+		for _, r := range n.Requests() {
+			if r.Verb == "create" && r.Resource == "events" {
+				created++
+			}
+		}
+		if created < full {
+			return fmt.Errorf("%d events were created", created)
+		}
+		return nil
+	})
 
 	before, requests := n.kernel(), len(n.Requests())
 	n.steady(pods, func() {
