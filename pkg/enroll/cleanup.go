@@ -63,10 +63,6 @@ func leaveHost(datapath *loader.Datapath) error {
 // leaveAll takes the dataplane, which may be nil, out of all network namespaces. It returns what went wrong in single ones,
 // and what kept it from looking at them at all.
 func leaveAll(datapath *loader.Datapath, saved map[string]savedPod) (single []error, err error) {
-	others, err := datapath.OthersAtWork()
-	if err != nil {
-		return nil, err
-	}
 	was := map[uint64]before{}
 	for _, s := range saved {
 		was[s.NetNSCookie] = s.Before
@@ -93,10 +89,9 @@ func leaveAll(datapath *loader.Datapath, saved map[string]savedPod) (single []er
 		if err != nil {
 			return single, err
 		}
-		then, known := was[ns.Cookie()]
-		ours := known || !others
+		then, ours := was[ns.Cookie()]
 		if !ours {
-			ours, err = sealedBy(datapath, ns)
+			ours, err = noOthers(datapath, ns)
 		}
 		if ours {
 			err = strip(ns, then)
@@ -106,6 +101,16 @@ func leaveAll(datapath *loader.Datapath, saved map[string]savedPod) (single []er
 		}
 	}
 	return single, nil
+}
+
+// noOthers says whether the namespace is surely not another dataplane's. That is asked for each, since one may begin at any time: its
+// programs are there before it enrols its first pod.
+func noOthers(datapath *loader.Datapath, ns *podns.NetNS) (bool, error) {
+	others, err := datapath.OthersAtWork()
+	if err != nil || !others {
+		return err == nil, err
+	}
+	return sealedBy(datapath, ns)
 }
 
 // sealedBy says whether an interface in the namespace has a seal of the dataplane.
