@@ -43,6 +43,19 @@ type RedirectorCgroupValue struct {
 	Role RedirectorCgroupRole
 }
 
+type RedirectorCidr struct {
+	_        structs.HostLayout
+	Excluded uint32
+}
+
+type RedirectorCidrKey struct {
+	_           structs.HostLayout
+	Prefixlen   uint32
+	Family      uint32
+	NetnsCookie uint64
+	Addr        [16]uint8
+}
+
 type RedirectorDnsBound struct {
 	_    structs.HostLayout
 	Addr [16]uint8
@@ -61,6 +74,21 @@ type RedirectorDnsNote struct {
 	Servers   [16][16]uint8
 	Used      uint32
 }
+
+type RedirectorExceptionKey struct {
+	_           structs.HostLayout
+	NetnsCookie uint64
+	Kind        RedirectorExceptionKind
+	Value       uint32
+}
+
+type RedirectorExceptionKind uint32
+
+const (
+	RedirectorExceptionKindEXCEPTION_OUTBOUND_PORT RedirectorExceptionKind = 1
+	RedirectorExceptionKindEXCEPTION_INBOUND_PORT  RedirectorExceptionKind = 2
+	RedirectorExceptionKindEXCEPTION_INTERFACE     RedirectorExceptionKind = 3
+)
 
 type RedirectorFlowKey struct {
 	_           structs.HostLayout
@@ -123,7 +151,8 @@ type RedirectorPod struct {
 	RestoreFwmarkReflectV6 uint8
 	BypassInbound          uint8
 	DnsCapture             uint8
-	Reserved               [3]uint8
+	HasExceptions          uint8
+	Reserved               [2]uint8
 }
 
 type RedirectorPodCounters struct {
@@ -153,6 +182,11 @@ type RedirectorPodCounters struct {
 	DnsCaptured        uint64
 	DnsRefused         uint64
 	StraysDropped      uint64
+	ExcludedOutbound   uint64
+	ExcludedInbound    uint64
+	BypassedInbound    uint64
+	Rerouted           uint64
+	SealExcluded       uint64
 }
 
 type RedirectorProbeIdentity uint32
@@ -209,10 +243,12 @@ const (
 const (
 	RedirectorMapAdmitted           = "admitted"
 	RedirectorMapCgroups            = "cgroups"
+	RedirectorMapCidrs              = "cidrs"
 	RedirectorMapConfig             = "config"
 	RedirectorMapCounters           = "counters"
 	RedirectorMapDnsBounds          = "dns_bounds"
 	RedirectorMapDnsNotes           = "dns_notes"
+	RedirectorMapExceptions         = "exceptions"
 	RedirectorMapLayout             = "layout"
 	RedirectorMapListeners          = "listeners"
 	RedirectorMapOwnAddrs           = "own_addrs"
@@ -302,10 +338,12 @@ type RedirectorProgramSpecs struct {
 type RedirectorMapSpecs struct {
 	Admitted     *ebpf.MapSpec `ebpf:"admitted"`
 	Cgroups      *ebpf.MapSpec `ebpf:"cgroups"`
+	Cidrs        *ebpf.MapSpec `ebpf:"cidrs"`
 	Config       *ebpf.MapSpec `ebpf:"config"`
 	Counters     *ebpf.MapSpec `ebpf:"counters"`
 	DnsBounds    *ebpf.MapSpec `ebpf:"dns_bounds"`
 	DnsNotes     *ebpf.MapSpec `ebpf:"dns_notes"`
+	Exceptions   *ebpf.MapSpec `ebpf:"exceptions"`
 	Layout       *ebpf.MapSpec `ebpf:"layout"`
 	Listeners    *ebpf.MapSpec `ebpf:"listeners"`
 	OwnAddrs     *ebpf.MapSpec `ebpf:"own_addrs"`
@@ -343,10 +381,12 @@ func (o *RedirectorObjects) Close() error {
 type RedirectorMaps struct {
 	Admitted     *ebpf.Map `ebpf:"admitted"`
 	Cgroups      *ebpf.Map `ebpf:"cgroups"`
+	Cidrs        *ebpf.Map `ebpf:"cidrs"`
 	Config       *ebpf.Map `ebpf:"config"`
 	Counters     *ebpf.Map `ebpf:"counters"`
 	DnsBounds    *ebpf.Map `ebpf:"dns_bounds"`
 	DnsNotes     *ebpf.Map `ebpf:"dns_notes"`
+	Exceptions   *ebpf.Map `ebpf:"exceptions"`
 	Layout       *ebpf.Map `ebpf:"layout"`
 	Listeners    *ebpf.Map `ebpf:"listeners"`
 	OwnAddrs     *ebpf.Map `ebpf:"own_addrs"`
@@ -360,10 +400,12 @@ func (m *RedirectorMaps) Close() error {
 	return _RedirectorClose(
 		m.Admitted,
 		m.Cgroups,
+		m.Cidrs,
 		m.Config,
 		m.Counters,
 		m.DnsBounds,
 		m.DnsNotes,
+		m.Exceptions,
 		m.Layout,
 		m.Listeners,
 		m.OwnAddrs,

@@ -78,18 +78,13 @@ static __always_inline void packet_addrs(struct bpf_sk_lookup *ctx, union ip_add
 /* Values of proxy_port() that are no port. */
 #define TO_APP 0
 #define TO_NOBODY 1
-
-/* The proxy's ports in the pod are for what is steered there. Whoever connects to them straight would be proxied to them. */
-static __always_inline bool is_loop(__u32 port)
-{
-	return port == PORT_OUTBOUND || port == PORT_INBOUND;
-}
+#define TO_APP_AS_ASKED 2
 
 /*
  * Which of the proxy's listeners is this SYN for, or is it the app's? The order is that of the decisions in
  * docs/ARCHITECTURE.md.
  */
-static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
+static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie, const struct pod *pod)
 {
 	struct flow_key flow = {.netns_cookie = cookie};
 	union ip_addr src, dst;
@@ -130,6 +125,15 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 	if (bpf_map_lookup_elem(&admitted, &flow))
 		return is_loop(ctx->local_port) || ctx->local_port == PORT_HBONE ? TO_NOBODY : TO_APP;
 
+	/*
+	 * A pod that asks for its inbound connections, or for those to this port. With all of them left to the app, what is for
+	 * the proxy's own ports would find its listeners.
+	 */
+	if (is_left_to_app(cookie, pod, ctx->local_port))
+		return TO_APP_AS_ASKED;
+	if (pod->bypass_inbound && is_loop(ctx->local_port))
+		return TO_NOBODY;
+
 	/* The mesh tunnel ends at the proxy itself. Assigned, not passed: an app that listens there gets nothing. */
 	return ctx->local_port == PORT_HBONE ? PORT_HBONE : PORT_INBOUND;
 }
@@ -142,14 +146,25 @@ SEC("sk_lookup")
 int redir_steer(struct bpf_sk_lookup *ctx)
 {
 	__u64 cookie = pod_netns_cookie();
+	const struct pod *pod;
 	__u32 port;
 	int assigned;
 
-	if (ctx->protocol != IPPROTO_TCP || !pod_lookup(cookie))
+	if (ctx->protocol != IPPROTO_TCP)
 		return SK_PASS;
-	port = proxy_port(ctx, cookie);
+	pod = pod_lookup(cookie);
+	if (!pod)
+		return SK_PASS;
+	port = proxy_port(ctx, cookie, pod);
 	if (port == TO_APP)
 		return SK_PASS;
+	if (port == TO_APP_AS_ASKED) {
+		if (pod->bypass_inbound)
+			count(cookie, bypassed_inbound);
+		else
+			count(cookie, excluded_inbound);
+		return SK_PASS;
+	}
 	if (port == TO_NOBODY) {
 		count(cookie, loops_dropped);
 		return SK_DROP;

@@ -121,6 +121,12 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 		return;
 	}
 
+	/* The seal knows them too. */
+	if (is_excluded(cookie, pod, &dst, bpf_ntohl(ctx->remote_port))) {
+		count(cookie, excluded_outbound);
+		return;
+	}
+
 	/* A socket bound to a device takes no route over lo. On failure the SYN leaves as it is, and the seal drops it. */
 	if ((sk->bound_dev_if && bind_to_device(ctx, none)) || set_mark(ctx, mark, MARK_CAPTURE)) {
 		count(cookie, capture_failed);

@@ -97,6 +97,7 @@ const (
 	RepairCounters    Repair = "counters"     // the entry of map counters was missing
 	RepairOwnAddr     Repair = "own-address"  // map own_addrs did not have what the pod's interfaces have
 	RepairProbeTarget Repair = "probe-target" // an address of the pod was missing in map probe_targets
+	RepairException   Repair = "exception"    // maps exceptions or cidrs did not have what the pod's settings say
 	RepairStale       Repair = "stale"        // maps had entries of a network namespace that no pod has
 	RepairNetNS       Repair = "netns"        // the pod's path led to another network namespace, and the pod was enrolled there
 	RepairGone        Repair = "gone"         // nothing led to the pod's network namespace any more, and the pod was removed
@@ -106,7 +107,7 @@ const (
 func RepairKinds() []Repair {
 	return []Repair{
 		RepairSeal, RepairRouting, RepairSysctl, RepairSteer, RepairEntry, RepairCounters, RepairOwnAddr, RepairProbeTarget,
-		RepairStale, RepairNetNS, RepairGone, RepairNode,
+		RepairException, RepairStale, RepairNetNS, RepairGone, RepairNode,
 	}
 }
 

@@ -406,7 +406,7 @@ func (d *Datapath) makeMap(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error)
 func (d *Datapath) replacePins(pinned, made map[string]*ebpf.Map) error {
 	for name := range made {
 		old := pinned[name]
-		if old != nil && old.Type() != ebpf.Hash && old.Type() != ebpf.Array {
+		if old != nil && old.Type() != ebpf.Hash && old.Type() != ebpf.Array && old.Type() != ebpf.LPMTrie {
 			if err := keep(d.bpffs, name, old); err != nil {
 				return err
 			}
@@ -700,6 +700,8 @@ func (d *Datapath) byName() map[string]*ebpf.Map {
 		bpf.RedirectorMapLayout:       m.RedirectorMaps.Layout,
 		bpf.RedirectorMapDnsNotes:     m.RedirectorMaps.DnsNotes,
 		bpf.RedirectorMapDnsBounds:    m.RedirectorMaps.DnsBounds,
+		bpf.RedirectorMapExceptions:   m.RedirectorMaps.Exceptions,
+		bpf.RedirectorMapCidrs:        m.RedirectorMaps.Cidrs,
 	}
 }
 

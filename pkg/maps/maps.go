@@ -4,6 +4,7 @@
 // from the C types by bpf2go. What writes to which map:
 //
 //	pods, own_addrs   user space; programs read
+//	exceptions, cidrs user space; programs read
 //	counters          user space makes and removes entries; programs count
 //	listeners         the sock_ops program; user space looks, and clears after a pod has left
 //	admitted          the sock_ops program
@@ -63,6 +64,7 @@ type Pod struct {
 
 	BypassInbound bool // peers' connections go to the app, not to the proxy
 	DNSCapture    bool // DNS queries go to the proxy
+	HasExceptions bool // there are entries in maps exceptions or cidrs to look for
 }
 
 // Restore names the sysctls that were 0 before enrolment, and that must be 0 again after it.
@@ -84,6 +86,7 @@ func (m *Maps) PutPod(cookie uint64, pod Pod) error {
 		RestoreFwmarkReflectV6: bit(pod.Restore.FwmarkReflectV6),
 		BypassInbound:          bit(pod.BypassInbound),
 		DnsCapture:             bit(pod.DNSCapture),
+		HasExceptions:          bit(pod.HasExceptions),
 	}
 	putString(value.Uid[:], pod.UID)
 	putString(value.Ifname[:], pod.Interface)
@@ -136,6 +139,7 @@ func podOf(value *bpf.RedirectorPod) Pod {
 		},
 		BypassInbound: value.BypassInbound != 0,
 		DNSCapture:    value.DnsCapture != 0,
+		HasExceptions: value.HasExceptions != 0,
 	}
 }
 
@@ -618,6 +622,7 @@ func (m *Maps) Usage() ([]Usage, error) {
 	}{
 		{"pods", all.Pods}, {"own_addrs", all.OwnAddrs}, {"listeners", all.Listeners}, {"admitted", all.Admitted},
 		{"counters", all.Counters}, {"probe_targets", all.ProbeTargets}, {"cgroups", all.Cgroups}, {"dns_bounds", all.DnsBounds},
+		{"exceptions", all.Exceptions}, {"cidrs", all.Cidrs},
 	} {
 		n, err := entries(one.bpf)
 		if err != nil {

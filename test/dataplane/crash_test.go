@@ -311,7 +311,7 @@ func (n *node) wantUntouched(pod *bed.NS, before string) {
 	if after, err := pod.Snapshot(); err != nil || after != before {
 		n.t.Errorf("the namespace is not as it was, %v: %s", err, cmp.Diff(before, after))
 	}
-	for _, name := range []string{"pods", "own_addrs", "counters", "probe_targets"} {
+	for _, name := range []string{"pods", "own_addrs", "counters", "probe_targets", "exceptions", "cidrs"} {
 		m, err := ebpf.LoadPinnedMap(filepath.Join(n.BPFFS, "maps", name), nil)
 		if err != nil {
 			n.t.Fatal(err)

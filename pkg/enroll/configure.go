@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+
+	"github.com/redirector-dataplane/redirector/pkg/fault"
+	"github.com/redirector-dataplane/redirector/pkg/maps"
+)
+
+// Configure changes the settings of an enrolled pod: for connections that are made from then on, and in one step or not at all.
+// change is given those that are in force; what it returns is returned as it is. The error wraps ErrNotEnrolled if there is no such
+// pod.
+func (e *Enroller) Configure(uid string, change func(*Settings) error) error {
+	if err := ValidateUID(uid); err != nil {
+		return err
+	}
+	p := e.claim(uid)
+	defer e.release(p)
+	if p.ns == nil {
+		return fmt.Errorf("pod %s: %w", uid, ErrNotEnrolled)
+	}
+	spec := p.spec
+	if err := change(&spec.Settings); err != nil {
+		return err
+	}
+	if err := spec.Validate(); err != nil {
+		return err
+	}
+	if reflect.DeepEqual(spec.Settings, p.spec.Settings) {
+		return nil
+	}
+	if err := e.reconfigure(p, spec.Settings); err != nil {
+		return fmt.Errorf("change the settings of pod %s (%s), which are as before: %w", &spec, uid, err)
+	}
+	return nil
+}
+
+// reconfigure makes other settings so for the pod. On failure it has those from before.
+func (e *Enroller) reconfigure(p *pod, next Settings) (err error) {
+	n, err := openPodNet(p.ns)
+	if err != nil {
+		return err
+	}
+	defer n.close()
+	var undos undoList
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, undos.run())
+		}
+	}()
+
+	old := p.spec.Settings
+	p.spec.Settings = next
+	undos.add(func() error { p.spec.Settings = old; return e.saveState(p) })
+	if err := e.saveState(p); err != nil {
+		return err
+	}
+	fault.Point("set: state file")
+	undo, err := e.applyExceptions(p, n)
+	undos.add(undo)
+	if err != nil {
+		return err
+	}
+	fault.Point("set: exceptions")
+	entry := p.entry
+	e.putSettings(p, &entry)
+	if err := e.Datapath.Maps().PutPod(p.ns.Cookie(), entry); err != nil {
+		return err
+	}
+	p.entry = entry
+	fault.Point("set: map entry")
+	return nil
+}
+
+// putSettings puts into the pod's entry of map pods what it has of the settings.
+func (e *Enroller) putSettings(p *pod, entry *maps.Pod) {
+	entry.BypassInbound = p.spec.Settings.BypassInbound
+	entry.DNSCapture = e.DNSCapture
+	if own := p.spec.Settings.DNSCapture; own != nil {
+		entry.DNSCapture = *own
+	}
+	entry.HasExceptions = len(p.excepted.Values)+len(p.excepted.CIDRs) > 0
+}
+
+// applyExceptions makes maps exceptions and cidrs have what the settings say.
+func (e *Enroller) applyExceptions(p *pod, n *podNet) (undo func() error, err error) {
+	m, cookie := e.Datapath.Maps(), p.ns.Cookie()
+	before, want := p.excepted, p.spec.Settings.exceptions(nil)
+	back := func() error {
+		p.excepted = before
+		return m.SetExceptions(cookie, want, before)
+	}
+	if err := m.SetExceptions(cookie, before, want); err != nil {
+		return nil, errors.Join(err, back())
+	}
+	p.excepted = want
+	return back, nil
+}
+
+// repairExceptions puts right what maps exceptions and cidrs have of the pod. The mutex is held.
+func (e *Enroller) repairExceptions(p *pod, have *inMaps) error {
+	m, cookie := e.Datapath.Maps(), p.ns.Cookie()
+	if p.excepted.Equal(have.excepted[cookie]) {
+		return nil
+	}
+	now, err := m.Exceptions()
+	if err != nil || p.excepted.Equal(now[cookie]) {
+		return err
+	}
+	if err := m.SetExceptions(cookie, now[cookie], p.excepted); err != nil {
+		return err
+	}
+	e.repaired(p, RepairException)
+	return nil
+}
