@@ -41,7 +41,7 @@
 #define MARK_PROXY 0x539   /* set by the node proxy on its sockets: never captured */
 #define MARK_CAPTURE 0x112 /* an app's connection on its way to the proxy's outbound listener */
 #define MARK_REPLY 0x111   /* a connection between proxy and app whose source is foreign: stays on lo */
-#define MARK_ACCEPT 0x113  /* what the proxy's outbound listener accepts: stays on lo, unless it is a machine's behind the pod */
+#define MARK_ACCEPT 0x113  /* what the proxy's outbound listener accepts: stays on lo, unless it is a machine's */
 
 /* The node proxy's listeners in the pod. */
 #define PORT_OUTBOUND 15001
@@ -110,11 +110,14 @@ struct own_addr {
 	__u32 ifindex; /* the interface that carries it */
 };
 
-/* What of a pod's connections is treated in another way than the rest. */
+/*
+ * What of a pod's connections is treated in another way than the rest. A machine is what has a network stack of its own behind the
+ * pod: a virtual machine, a container in it.
+ */
 enum exception_kind {
 	EXCEPTION_OUTBOUND_PORT = 1, /* connections to this port go past the proxy */
 	EXCEPTION_INBOUND_PORT = 2,  /* peers' connections to this port go to the app */
-	EXCEPTION_INTERFACE = 3,     /* what comes in by the interface with this index goes out by the proxy, as if the pod's own */
+	EXCEPTION_INTERFACE = 3,     /* by the interface with this index come machines' connections, for the proxy */
 };
 
 struct exception_key {
@@ -257,8 +260,8 @@ struct pod_counters {
 	__u64 excluded_outbound; /* the app's connect() to a port or range that is excluded: untouched */
 	__u64 excluded_inbound;  /* SYNs of peers to a port that is excluded, left to the app */
 	__u64 bypassed_inbound;  /* SYNs of peers left to the app, as the pod asks for all of them */
-	__u64 rerouted;          /* SYNs of machines behind the pod handed to the outbound listener; not in outbound_steered */
-	__u64 seal_excluded;     /* packets: fresh SYNs on their way out to what is excluded */
+	__u64 rerouted; /* SYNs of machines behind the pod handed to the outbound listener; not in outbound_steered */
+	__u64 seal_excluded; /* packets: fresh SYNs on their way out to what is excluded */
 };
 
 /* The DNS servers that one socket can have queries with at the same time. With more, the first is forgotten. */
@@ -313,6 +316,17 @@ struct {
 	__type(key, struct cidr_key);
 	__type(value, struct cidr);
 } cidrs SEC(".maps");
+
+/*
+ * The addresses of machines behind a pod that have made connections, with the interface that they came by. Least recently used go
+ * first when it is full: a machine is known again with its next connection.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_MACHINES);
+	__type(key, struct own_addr_key);
+	__type(value, struct own_addr);
+} machines SEC(".maps");
 
 /* An entry goes by itself when its socket closes. Listening sockets in it need kernel 5.7. */
 struct {
@@ -550,19 +564,22 @@ static __always_inline bool is_host(__u64 cookie)
 	return cfg && cfg->host_netns_cookie && cfg->host_netns_cookie == cookie;
 }
 
-/* Is it a socket of the proxy's, going by its mark and by who made it? sk must be a full socket. */
-static __always_inline bool socket_is_proxys(struct bpf_sock *sk)
+/* Is it a socket that the proxy has made, or accepted, if it has a mark that says so? sk must be a full socket. */
+static __always_inline bool socket_is_of_proxy(struct bpf_sock *sk)
 {
-	const struct node_config *cfg;
+	const struct node_config *cfg = config_read();
 	struct socket_verdict *verdict;
 
-	if ((sk->mark & MARK_MASK) != MARK_PROXY)
-		return false;
-	cfg = config_read();
 	if (cfg && cfg->proxy_identity == PROXY_IDENTITY_MARK)
 		return true;
 	verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
 	return verdict && verdict->by_proxy;
+}
+
+/* Is it a socket of the proxy's, going by its mark and by who made it? sk must be a full socket. */
+static __always_inline bool socket_is_proxys(struct bpf_sock *sk)
+{
+	return (sk->mark & MARK_MASK) == MARK_PROXY && socket_is_of_proxy(sk);
 }
 
 /*

@@ -251,11 +251,14 @@ const (
 	RedirectorMapExceptions         = "exceptions"
 	RedirectorMapLayout             = "layout"
 	RedirectorMapListeners          = "listeners"
+	RedirectorMapMachines           = "machines"
 	RedirectorMapOwnAddrs           = "own_addrs"
 	RedirectorMapPods               = "pods"
 	RedirectorMapProbeTargets       = "probe_targets"
 	RedirectorMapSockets            = "sockets"
 	RedirectorMapTailCalls          = "tail_calls"
+	RedirectorProgRedirBind4        = "redir_bind4"
+	RedirectorProgRedirBind6        = "redir_bind6"
 	RedirectorProgRedirConnect4     = "redir_connect4"
 	RedirectorProgRedirConnect6     = "redir_connect6"
 	RedirectorProgRedirCreate       = "redir_create"
@@ -315,6 +318,8 @@ type RedirectorSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type RedirectorProgramSpecs struct {
+	RedirBind4        *ebpf.ProgramSpec `ebpf:"redir_bind4"`
+	RedirBind6        *ebpf.ProgramSpec `ebpf:"redir_bind6"`
 	RedirConnect4     *ebpf.ProgramSpec `ebpf:"redir_connect4"`
 	RedirConnect6     *ebpf.ProgramSpec `ebpf:"redir_connect6"`
 	RedirCreate       *ebpf.ProgramSpec `ebpf:"redir_create"`
@@ -346,6 +351,7 @@ type RedirectorMapSpecs struct {
 	Exceptions   *ebpf.MapSpec `ebpf:"exceptions"`
 	Layout       *ebpf.MapSpec `ebpf:"layout"`
 	Listeners    *ebpf.MapSpec `ebpf:"listeners"`
+	Machines     *ebpf.MapSpec `ebpf:"machines"`
 	OwnAddrs     *ebpf.MapSpec `ebpf:"own_addrs"`
 	Pods         *ebpf.MapSpec `ebpf:"pods"`
 	ProbeTargets *ebpf.MapSpec `ebpf:"probe_targets"`
@@ -389,6 +395,7 @@ type RedirectorMaps struct {
 	Exceptions   *ebpf.Map `ebpf:"exceptions"`
 	Layout       *ebpf.Map `ebpf:"layout"`
 	Listeners    *ebpf.Map `ebpf:"listeners"`
+	Machines     *ebpf.Map `ebpf:"machines"`
 	OwnAddrs     *ebpf.Map `ebpf:"own_addrs"`
 	Pods         *ebpf.Map `ebpf:"pods"`
 	ProbeTargets *ebpf.Map `ebpf:"probe_targets"`
@@ -408,6 +415,7 @@ func (m *RedirectorMaps) Close() error {
 		m.Exceptions,
 		m.Layout,
 		m.Listeners,
+		m.Machines,
 		m.OwnAddrs,
 		m.Pods,
 		m.ProbeTargets,
@@ -426,6 +434,8 @@ type RedirectorVariables struct {
 //
 // It can be passed to LoadRedirectorObjects or ebpf.CollectionSpec.LoadAndAssign.
 type RedirectorPrograms struct {
+	RedirBind4        *ebpf.Program `ebpf:"redir_bind4"`
+	RedirBind6        *ebpf.Program `ebpf:"redir_bind6"`
 	RedirConnect4     *ebpf.Program `ebpf:"redir_connect4"`
 	RedirConnect6     *ebpf.Program `ebpf:"redir_connect6"`
 	RedirCreate       *ebpf.Program `ebpf:"redir_create"`
@@ -445,6 +455,8 @@ type RedirectorPrograms struct {
 
 func (p *RedirectorPrograms) Close() error {
 	return _RedirectorClose(
+		p.RedirBind4,
+		p.RedirBind6,
 		p.RedirConnect4,
 		p.RedirConnect6,
 		p.RedirCreate,

@@ -9,6 +9,12 @@
  * hence one loop for all three listeners.
  */
 
+/* Values of proxy_port() that are no port. */
+#define TO_APP 0
+#define TO_NOBODY 1
+#define TO_APP_AS_ASKED 2
+#define REROUTED 3 /* to PORT_OUTBOUND, but counted by itself */
+
 /*
  * Gives the SYN to the proxy's newest listener on that port: when a proxy takes over from another, the older one gets no new
  * connections from then on, and loses none when it closes. Never to another member of the listener's SO_REUSEPORT group,
@@ -43,7 +49,9 @@ __noinline int count_steered(__u64 cookie, __u32 port, int assigned)
 	if (!c)
 		return 0;
 	if (assigned) {
-		if (port == PORT_OUTBOUND)
+		if (port == REROUTED)
+			c->rerouted++;
+		else if (port == PORT_OUTBOUND)
 			c->outbound_steered++;
 		else if (port == PORT_INBOUND)
 			c->inbound_steered++;
@@ -51,7 +59,7 @@ __noinline int count_steered(__u64 cookie, __u32 port, int assigned)
 			c->hbone_steered++;
 		return 0;
 	}
-	if (port == PORT_OUTBOUND)
+	if (port == PORT_OUTBOUND || port == REROUTED)
 		c->outbound_no_listener++;
 	else if (port == PORT_INBOUND)
 		c->inbound_no_listener++;
@@ -75,10 +83,15 @@ static __always_inline void packet_addrs(struct bpf_sk_lookup *ctx, union ip_add
 	dst->words[3] = ctx_read32(ctx, local_ip6[3]) | ctx_read32(ctx, local_ip4);
 }
 
-/* Values of proxy_port() that are no port. */
-#define TO_APP 0
-#define TO_NOBODY 1
-#define TO_APP_AS_ASKED 2
+/* For redir_bind4: where an address comes from. */
+static __always_inline void note_machine(__u64 cookie, const union ip_addr *src, __u32 ifindex)
+{
+	struct own_addr_key key = {.netns_cookie = cookie};
+	struct own_addr value = {.ifindex = ifindex};
+
+	__builtin_memcpy(key.addr, src->bytes, sizeof(key.addr));
+	bpf_map_update_elem(&machines, &key, &value, BPF_ANY);
+}
 
 /*
  * Which of the proxy's listeners is this SYN for, or is it the app's? The order is that of the decisions in
@@ -115,6 +128,14 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie,
 		if (is_loop(ctx->local_port))
 			return TO_NOBODY;
 		return ctx->family == AF_INET || bpf_map_lookup_elem(&admitted, &flow) ? TO_APP : TO_NOBODY;
+	}
+
+	/* A machine behind the pod: its connections are like the pod's own, be they to the pod. */
+	if (pod->has_exceptions && is_exception(cookie, EXCEPTION_INTERFACE, ctx->ingress_ifindex)) {
+		if (addr_is_own(cookie, &dst) && (is_loop(ctx->local_port) || ctx->local_port == PORT_HBONE))
+			return TO_NOBODY;
+		note_machine(cookie, &src, ctx->ingress_ifindex);
+		return REROUTED;
 	}
 
 	/* The pod's by a route only, or not yet known. The proxy's connection to it would leave the pod, and come here again. */
@@ -169,7 +190,7 @@ int redir_steer(struct bpf_sk_lookup *ctx)
 		count(cookie, loops_dropped);
 		return SK_DROP;
 	}
-	assigned = assign_listener(ctx, cookie, port);
+	assigned = assign_listener(ctx, cookie, port == REROUTED ? PORT_OUTBOUND : port);
 	count_steered(cookie, port, assigned);
 	barrier_var(assigned); /* the verifier does not know that it is 0 or 1, and wants a verdict to be */
 	return assigned ? SK_PASS : SK_DROP;

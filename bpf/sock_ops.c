@@ -241,10 +241,11 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 
 	/*
 	 * What is accepted for an app's connection speaks to that app alone, over lo. With the proxy's mark its packets would
-	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod.
+	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod. The mark
+	 * is one of its own, for where machines are behind the pod, what is accepted for them takes the pod's own routes.
 	 */
 	if (port == PORT_OUTBOUND)
-		set_mark(ctx, sk->mark, MARK_REPLY);
+		set_mark(ctx, sk->mark, MARK_ACCEPT);
 }
 
 /* redir_mark: marks what leaves an enrolled pod and what the proxy sends to its app, and notes where the proxy listens.

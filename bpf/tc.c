@@ -213,6 +213,24 @@ static __always_inline bool is_kernels_answer(struct __sk_buff *skb)
 	return bpf_get_listener_sock(sk) != NULL;
 }
 
+/*
+ * Is this SYN-ACK one that may leave: of the proxy, to a machine behind the pod? Its outbound listener has a mark of its own, and
+ * so has what it accepts.
+ */
+static __always_inline bool answer_is_to_machine(struct __sk_buff *skb)
+{
+	struct bpf_sock *sk = skb->sk, *full;
+
+	if ((skb->mark & MARK_MASK) != MARK_ACCEPT || !is_kernels_answer(skb))
+		return false;
+	if (!sk)
+		return true; /* a syncookie's */
+	full = bpf_sk_fullsock(sk);
+	if (!full)
+		full = bpf_get_listener_sock(sk);
+	return full && socket_is_of_proxy(full);
+}
+
 /* Is this SYN-ACK one that may leave: of the app, to a connection that was left to it? */
 static __always_inline bool answer_is_apps(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
 {
@@ -283,7 +301,7 @@ int redir_seal_pkt(struct __sk_buff *skb)
 	 */
 	if ((skb->mark & MARK_MASK) == MARK_PROXY && !skb->sk && !skb->ingress_ifindex)
 		return TC_ACT_UNSPEC;
-	if (answer_is_admitted(skb, cookie, &p) || answer_is_apps(skb, cookie, &p))
+	if (answer_is_admitted(skb, cookie, &p) || answer_is_apps(skb, cookie, &p) || answer_is_to_machine(skb))
 		return TC_ACT_UNSPEC;
 	count(cookie, seal_dropped_synack);
 	return TC_ACT_SHOT;

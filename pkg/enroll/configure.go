@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 
 	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
@@ -60,6 +61,15 @@ func (e *Enroller) reconfigure(p *pod, next Settings) (err error) {
 		return err
 	}
 	fault.Point("set: state file")
+	names, _ := p.rerouted(n)
+	for _, family := range families {
+		undo, err := n.addRouting(family, names)
+		undos.add(undo)
+		if err != nil {
+			return err
+		}
+	}
+	fault.Point("set: routing")
 	undo, err := e.applyExceptions(p, n)
 	undos.add(undo)
 	if err != nil {
@@ -89,7 +99,11 @@ func (e *Enroller) putSettings(p *pod, entry *maps.Pod) {
 // applyExceptions makes maps exceptions and cidrs have what the settings say.
 func (e *Enroller) applyExceptions(p *pod, n *podNet) (undo func() error, err error) {
 	m, cookie := e.Datapath.Maps(), p.ns.Cookie()
-	before, want := p.excepted, p.spec.Settings.exceptions(nil)
+	_, indices := p.rerouted(n)
+	before, want := p.excepted, p.spec.Settings.exceptions(indices)
+	if want.Equal(before) {
+		return nil, nil
+	}
 	back := func() error {
 		p.excepted = before
 		return m.SetExceptions(cookie, want, before)
@@ -99,6 +113,31 @@ func (e *Enroller) applyExceptions(p *pod, n *podNet) (undo func() error, err er
 	}
 	p.excepted = want
 	return back, nil
+}
+
+// rerouted returns the interfaces of machines behind the pod: the names of all, and the indices of those that are there.
+func (p *pod) rerouted(n *podNet) (names []string, indices []int) {
+	auto := map[string]bool{}
+	for _, l := range n.carryNone(p.spec.IPs, p.ownAddrs) {
+		auto[l.Attrs().Name] = slices.Contains(p.spec.Settings.RerouteInterfaces, AutoInterfaces)
+	}
+	for _, name := range p.spec.Settings.RerouteInterfaces {
+		if name != AutoInterfaces {
+			names = append(names, name)
+		}
+	}
+	for _, l := range n.links {
+		name := l.Attrs().Name
+		switch {
+		case slices.Contains(names, name):
+		case auto[name]:
+			names = append(names, name)
+		default:
+			continue
+		}
+		indices = append(indices, l.Attrs().Index)
+	}
+	return names, indices
 }
 
 // repairExceptions puts right what maps exceptions and cidrs have of the pod. The mutex is held.

@@ -356,7 +356,10 @@ func (e *Enroller) apply(p *pod) (err error) {
 	})
 	step("own addresses", func() (func() error, error) { return e.applyOwnAddrs(p, n) })
 	for _, family := range families {
-		step("routing "+familyName(family), func() (func() error, error) { return n.addRouting(family) })
+		step("routing "+familyName(family), func() (func() error, error) {
+			names, _ := p.rerouted(n)
+			return n.addRouting(family, names)
+		})
 	}
 	var changed maps.Restore
 	step("sysctls", func() (func() error, error) {

@@ -162,14 +162,19 @@ func (e *Enroller) tryRepair(p *pod) error {
 	undo, err := e.applySeals(p, n, false)
 	done(RepairSeal, undo, err)
 	_, err = e.applyOwnAddrs(p, n)
-	errs = append(errs, err, e.applyInterface(p, n))
+	_, errExceptions := e.applyExceptions(p, n)
+	errs = append(errs, err, errExceptions, e.applyInterface(p, n))
 	if err == nil {
 		_, err = e.applyProbeTargets(p)
 		errs = append(errs, err)
 	}
+	names, _ := p.rerouted(n)
 	for _, family := range families {
-		undo, err = n.addRouting(family)
+		undo, err = n.addRouting(family, names)
 		done(RepairRouting, undo, err)
+		if len(names) > 0 {
+			errs = append(errs, n.dropRules(family, names))
+		}
 	}
 	p.ipv6 = n.ipv6
 	errs = append(errs, e.repairSysctls(p, n))
@@ -184,8 +189,8 @@ func (e *Enroller) repairSysctls(p *pod, n *podNet) error {
 	return err
 }
 
-// applyInterface tells the programs which interface the pod has, and whether the proxy has to be bound to one, when that has
-// changed.
+// applyInterface tells the programs which interface the pod has, whether the proxy has to be bound to one, and whether there are
+// exceptions to look for, when that has changed.
 func (e *Enroller) applyInterface(p *pod, n *podNet) error {
 	exit, err := n.exit(p.ownAddrs)
 	if err != nil {
@@ -193,6 +198,7 @@ func (e *Enroller) applyInterface(p *pod, n *podNet) error {
 	}
 	entry := p.entry
 	entry.Interface, entry.Exit = n.onlyInterface(), exit
+	e.putSettings(p, &entry)
 	if entry == p.entry {
 		return nil
 	}

@@ -24,7 +24,7 @@ var Points = map[string][]string{
 		"enrol: sysctls", "enrol: seal", "enrol: steer", "enrol: exceptions", "enrol: map entry", "enrol: counters",
 		"enrol: probe targets", "enrol: proxy",
 	},
-	"set": {"set: state file", "set: exceptions", "set: map entry"},
+	"set": {"set: state file", "set: routing", "set: exceptions", "set: map entry"},
 	"unenrol": {
 		"unenrol: proxies told", "unenrol: capture off", "unenrol: steer detached", "unenrol: namespace restored",
 		"unenrol: map entries removed", "unenrol: state file removed",

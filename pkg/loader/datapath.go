@@ -485,6 +485,8 @@ var nodePrograms = []struct {
 	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps, false},
 	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate, true},
 	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt, false},
+	{"bind4", bpf.RedirectorProgRedirBind4, ebpf.AttachCGroupInet4Bind, false},
+	{"bind6", bpf.RedirectorProgRedirBind6, ebpf.AttachCGroupInet6Bind, false},
 	// What reads the notes of DNS queries comes before what writes them.
 	{"recvmsg4", bpf.RedirectorProgRedirRecvmsg4, ebpf.AttachCGroupUDP4Recvmsg, false},
 	{"recvmsg6", bpf.RedirectorProgRedirRecvmsg6, ebpf.AttachCGroupUDP6Recvmsg, false},
@@ -702,6 +704,7 @@ func (d *Datapath) byName() map[string]*ebpf.Map {
 		bpf.RedirectorMapDnsBounds:    m.RedirectorMaps.DnsBounds,
 		bpf.RedirectorMapExceptions:   m.RedirectorMaps.Exceptions,
 		bpf.RedirectorMapCidrs:        m.RedirectorMaps.Cidrs,
+		bpf.RedirectorMapMachines:     m.RedirectorMaps.Machines,
 	}
 }
 

@@ -8,6 +8,7 @@
 //	counters          user space makes and removes entries; programs count
 //	listeners         the sock_ops program; user space looks, and clears after a pod has left
 //	admitted          the sock_ops program
+//	machines          the programs of pods
 //	probe_targets     user space; programs read
 //	config, cgroups   user space; programs read
 //	sockets           the cgroup programs; user space, for what the proxy had before these were there
@@ -622,7 +623,7 @@ func (m *Maps) Usage() ([]Usage, error) {
 	}{
 		{"pods", all.Pods}, {"own_addrs", all.OwnAddrs}, {"listeners", all.Listeners}, {"admitted", all.Admitted},
 		{"counters", all.Counters}, {"probe_targets", all.ProbeTargets}, {"cgroups", all.Cgroups}, {"dns_bounds", all.DnsBounds},
-		{"exceptions", all.Exceptions}, {"cidrs", all.Cidrs},
+		{"exceptions", all.Exceptions}, {"cidrs", all.Cidrs}, {"machines", all.Machines},
 	} {
 		n, err := entries(one.bpf)
 		if err != nil {
