@@ -170,7 +170,10 @@ func (s *Server) answer(w http.ResponseWriter, value any, err error) {
 // refusal sorts an error of pkg/enroll and what is below it.
 func refusal(err error) *Error {
 	e := &Error{Message: oneLine(err), Kind: KindFailed, Status: http.StatusInternalServerError}
+	_, isInvalid := errors.AsType[*enroll.InvalidError](err)
 	switch {
+	case isInvalid:
+		e.Kind, e.Status = KindInvalid, http.StatusBadRequest
 	case errors.Is(err, enroll.ErrPending):
 		e.Kind, e.Status = KindPending, http.StatusGatewayTimeout
 	case errors.Is(err, zds.ErrClosed):
@@ -291,20 +294,11 @@ func (s *Server) pod(r *http.Request) (any, error) {
 // set changes settings of a pod: all that are asked for, or none.
 func (s *Server) set(r *http.Request) (any, error) {
 	uid := r.PathValue("uid")
-	if err := enroll.ValidateUID(uid); err != nil {
-		return nil, invalid(err)
-	}
 	var request SettingsRequest
 	if err := s.read(r, &request); err != nil {
 		return nil, err
 	}
-	err := s.Enroller.Configure(uid, func(settings *enroll.Settings) error {
-		if err := request.Apply(settings); err != nil {
-			return invalid(err)
-		}
-		return nil
-	})
-	if err != nil {
+	if err := s.Enroller.Configure(uid, request.Apply); err != nil {
 		return nil, err
 	}
 	return s.pod(r)

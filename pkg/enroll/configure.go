@@ -12,12 +12,20 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
 
+// InvalidError says that what was asked for makes no sense, whatever the state of things.
+type InvalidError struct{ Err error }
+
+func (e *InvalidError) Error() string { return e.Err.Error() }
+
+// Unwrap returns what is wrong.
+func (e *InvalidError) Unwrap() error { return e.Err }
+
 // Configure changes the settings of an enrolled pod: for connections that are made from then on, and in one step or not at all.
-// change is given those that are in force; what it returns is returned as it is. The error wraps ErrNotEnrolled if there is no such
-// pod.
+// change is given those that are in force. The error is an *InvalidError if change has one, or what it has made is not valid; it
+// wraps ErrNotEnrolled if there is no such pod.
 func (e *Enroller) Configure(uid string, change func(*Settings) error) error {
 	if err := ValidateUID(uid); err != nil {
-		return err
+		return &InvalidError{err}
 	}
 	p := e.claim(uid)
 	defer e.release(p)
@@ -25,11 +33,12 @@ func (e *Enroller) Configure(uid string, change func(*Settings) error) error {
 		return fmt.Errorf("pod %s: %w", uid, ErrNotEnrolled)
 	}
 	spec := p.spec
-	if err := change(&spec.Settings); err != nil {
-		return err
+	err := change(&spec.Settings)
+	if err == nil {
+		err = spec.Validate()
 	}
-	if err := spec.Validate(); err != nil {
-		return err
+	if err != nil {
+		return &InvalidError{err}
 	}
 	if reflect.DeepEqual(spec.Settings, p.spec.Settings) {
 		return nil

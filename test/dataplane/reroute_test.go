@@ -147,8 +147,12 @@ func testReroute(t *testing.T, identity maps.ProxyIdentity, setting string) {
 		own := netip.AddrPortFrom(addr(pod, family), 8080)
 		_, local = ask(t, m, bed.DialSpec{Remote: own})
 		p.saw(pod, nodeproxy.Outbound, local, own)
+		loops := n.counters(pod).LoopsDropped
 		for _, port := range []uint16{nodeproxy.PortOutbound, nodeproxy.PortInbound, nodeproxy.PortHBONE} {
 			blocked(t, m, netip.AddrPortFrom(addr(pod, family), port))
+		}
+		if got := n.counters(pod).LoopsDropped; got < loops+3 {
+			t.Errorf("%d of 3 connections to the proxy's own ports are dropped", got-loops)
 		}
 
 		// UDP goes its own way.
