@@ -228,6 +228,8 @@ type RedirectorSocketVerdict struct {
 	ProbeTarget uint64
 	ByProxy     uint32
 	Connects    uint32
+	Listens     uint32
+	Reserved    uint32
 }
 
 type RedirectorTailCall uint32

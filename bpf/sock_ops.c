@@ -201,6 +201,7 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 {
 	__u32 port = ctx->local_port;
 	struct listener_key key = {.netns_cookie = cookie, .port = port};
+	struct socket_verdict *verdict;
 	char none[1] = "";
 	int err = 0;
 	__u32 slot;
@@ -238,6 +239,9 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 		bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
 	}
 	count(cookie, listeners_added);
+	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (verdict)
+		verdict->listens = port;
 
 	/*
 	 * What is accepted for an app's connection speaks to that app alone, over lo. With the proxy's mark its packets would

@@ -270,9 +270,10 @@ func (m *Maps) PutListener(cookie uint64, port uint16, ipv6 bool, fd int) error 
 	return nil
 }
 
-// NoteProxySocket has a socket count as made by the proxy, as the cgroup program does for those that it sees made.
-func (m *Maps) NoteProxySocket(fd int) error {
-	if err := m.RedirectorMaps.Sockets.Put(int32(fd), bpf.RedirectorSocketVerdict{ByProxy: 1}); err != nil {
+// NoteProxyListener has a socket count as made by the proxy, and as a listener that is steered to, as the programs do for those that
+// they see made.
+func (m *Maps) NoteProxyListener(fd int, port uint16) error {
+	if err := m.RedirectorMaps.Sockets.Put(int32(fd), bpf.RedirectorSocketVerdict{ByProxy: 1, Listens: uint32(port)}); err != nil {
 		return fmt.Errorf("map sockets: note a socket of the proxy: %w", explain(err))
 	}
 	return nil

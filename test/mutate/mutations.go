@@ -719,6 +719,14 @@ func mutations() []mutation {
 			old: "mark != MARK_PROXY || addr_is_own(cookie, &remote)", new: "mark != MARK_PROXY", tests: "TestOriginalDestination$",
 		},
 		{
+			name: "original destination: what finds a listener by itself has one", file: original,
+			old: "if (!verdict || !verdict->listens)", new: "if (0)", tests: "TestOriginalDestinationWithSettings",
+		},
+		{
+			name: "original destination: machines' connections to the pod have none", file: original,
+			old: "if (mark == MARK_ACCEPT)", new: "if (mark == MARK_ACCEPT && !addr_is_own(cookie, local))", tests: "TestOriginalDestinationWithSettings",
+		},
+		{
 			name: "original destination: peers' connections have none", file: original,
 			old: "return !bpf_map_lookup_elem(&admitted, &flow);", new: "return false;", tests: "TestOriginalDestination$",
 		},
@@ -753,7 +761,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "take-over: a listener is not noted as the proxy's", file: takeover,
-			old: "if err := m.NoteProxySocket(fd); err != nil {", new: "if err := error(nil); err != nil {", tests: "TestListenersFromBeforeAreTakenOver",
+			old: "if err := m.NoteProxyListener(fd, uint16(port)); err != nil {", new: "if err := error(nil); err != nil {", tests: "TestListenersFromBeforeAreTakenOver",
 		},
 		{
 			name: "take-over: the outbound listener keeps its mark", file: takeover,
