@@ -142,14 +142,9 @@ func (m *Maps) Exceptions() (map[uint64]Exceptions, error) {
 // SetExceptions turns what the maps have of a pod into what is wanted. At no moment is anything excluded that is so neither before
 // nor after. After a failure, the maps may have some of both.
 func (m *Maps) SetExceptions(cookie uint64, have, want Exceptions) error {
-	// What takes ranges back comes first and goes last.
-	for _, excluded := range []bool{false, true} {
-		for prefix, is := range want.CIDRs {
-			if now, ok := have.CIDRs[prefix]; is == excluded && (!ok || now != is) {
-				if err := m.PutCIDR(cookie, prefix, is); err != nil {
-					return err
-				}
-			}
+	for _, s := range cidrSteps(have.CIDRs, want.CIDRs) {
+		if err := s.carryOut(m, cookie); err != nil {
+			return err
 		}
 	}
 	for e := range want.Values {
@@ -166,14 +161,38 @@ func (m *Maps) SetExceptions(cookie uint64, have, want Exceptions) error {
 			}
 		}
 	}
-	for _, excluded := range []bool{true, false} {
-		for prefix, is := range have.CIDRs {
-			if _, ok := want.CIDRs[prefix]; !ok && is == excluded {
-				if err := m.DeleteCIDR(cookie, prefix); err != nil {
-					return err
-				}
+	return nil
+}
+
+// cidrStep is a change of one entry of map cidrs.
+type cidrStep struct {
+	prefix           netip.Prefix
+	remove, excluded bool // removed, or made to be excluded or not
+}
+
+func (s cidrStep) carryOut(m *Maps, cookie uint64) error {
+	if s.remove {
+		return m.DeleteCIDR(cookie, s.prefix)
+	}
+	return m.PutCIDR(cookie, s.prefix, s.excluded)
+}
+
+// cidrSteps lists the changes from one set of ranges to another. What takes ranges back comes first and goes last.
+func cidrSteps(have, want map[netip.Prefix]bool) []cidrStep {
+	var steps []cidrStep
+	for _, excluded := range []bool{false, true} {
+		for prefix, is := range want {
+			if now, ok := have[prefix]; is == excluded && (!ok || now != is) {
+				steps = append(steps, cidrStep{prefix: prefix, excluded: is})
 			}
 		}
 	}
-	return nil
+	for _, excluded := range []bool{true, false} {
+		for prefix, is := range have {
+			if _, ok := want[prefix]; !ok && is == excluded {
+				steps = append(steps, cidrStep{prefix: prefix, remove: true})
+			}
+		}
+	}
+	return steps
 }

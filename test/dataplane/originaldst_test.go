@@ -21,7 +21,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
+	"github.com/redirector-dataplane/redirector/test/nodeproxy"
 )
 
 // soOriginalDst is SO_ORIGINAL_DST and IP6T_SO_ORIGINAL_DST, by the level.
@@ -280,5 +282,67 @@ func TestOriginalDestinationIsKept(t *testing.T) {
 	eventually(t, "the link goes with it", func() bool { return len(pins()) == 0 })
 	if out := s.agent.Output(); strings.Contains(out, "level=ERROR") {
 		t.Errorf("the agent says %s", out)
+	}
+}
+
+// What an answer costs the proxy, and what the program costs it on options that are none of the program's.
+func BenchmarkGetsockopt(b *testing.B) {
+	n := bed.ForTest(b, bed.Options{})
+	if err := n.JoinCgroup(); err != nil {
+		b.Fatal(err)
+	}
+	a := agent.Start(b, n, nil)
+	pod, err := n.Pod("pod", bed.PodOptions{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	if err := a.Enroll(b.Context(), agent.Spec(pod), false); err != nil {
+		b.Fatal(err)
+	}
+	l, err := pod.Listen("tcp4", 15001, bed.ListenOptions{Mark: nodeproxy.Mark, Transparent: true})
+	if err != nil {
+		b.Fatal(err)
+	}
+	dst := netip.MustParseAddrPort("198.51.100.1:80")
+	c, err := pod.Dial(b.Context(), bed.DialSpec{Remote: dst})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer c.Close()
+	accepted, err := l.AcceptTCP()
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer accepted.Close()
+	raw, err := accepted.SyscallConn()
+	if err != nil {
+		b.Fatal(err)
+	}
+	for _, attached := range []bool{false, true} {
+		name, want := "without the program", "none"
+		if attached {
+			name, want = "with the program", dst.String()
+			if err := a.Datapath.AnswerOriginalDst(n.Cgroup); err != nil {
+				b.Fatal(err)
+			}
+		}
+		b.Run(name+"/SO_ORIGINAL_DST", func(b *testing.B) {
+			_ = raw.Control(func(fd uintptr) {
+				for b.Loop() {
+					if got := originalDst(fd, unix.SOL_IP, unix.SizeofSockaddrInet4); got != want {
+						b.Fatalf("the answer is %s, want %s", got, want)
+					}
+				}
+			})
+		})
+		b.Run(name+"/SO_ERROR", func(b *testing.B) {
+			_ = raw.Control(func(fd uintptr) {
+				for b.Loop() {
+					if _, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR); err != nil {
+						b.Fatal(err)
+					}
+				}
+			})
+		})
 	}
 }

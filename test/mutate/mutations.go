@@ -580,6 +580,16 @@ func mutations() []mutation {
 			old: "errs = append(errs, m.SetExceptions(cookie, excepted, maps.Exceptions{}))", new: "_ = excepted", tests: "TestExceptionsAreRepaired",
 		},
 		{
+			name: "settings: ranges are taken back after others are excluded", file: "pkg/maps/exceptions.go",
+			old: "for _, excluded := range []bool{false, true} {", new: "for _, excluded := range []bool{true, false} {",
+			tests: "TestNothingElseIsExcludedOnTheWay", pkg: "./pkg/maps",
+		},
+		{
+			name: "settings: what takes ranges back goes first", file: "pkg/maps/exceptions.go",
+			old: "for _, excluded := range []bool{true, false} {", new: "for _, excluded := range []bool{false, true} {",
+			tests: "TestNothingElseIsExcludedOnTheWay", pkg: "./pkg/maps",
+		},
+		{
 			name: "settings: a new agent does not know them", file: "pkg/enroll/state.go",
 			old: "leftovers{addrs[cookie], probed[uid], excepted[cookie], true}", new: "leftovers{addrs[cookie], probed[uid], maps.Exceptions{}, true}",
 			tests: "TestSettingsAreKept",
