@@ -9,6 +9,7 @@ import (
 	"text/template"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/podwatch"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
 
@@ -23,6 +24,7 @@ func Markdown() string {
 		"Repairs":   code(enroll.RepairKinds()),
 		"Requests":  code(zds.Requests()),
 		"Outcomes":  code(zds.Outcomes()),
+		"Reasons":   code(podwatch.Reasons()),
 	})
 	if err != nil {
 		return err.Error() // the template is fixed, and a test reads what it makes
@@ -95,6 +97,7 @@ connection to a server is counted once as captured, and once more as the proxy's
 
 - ` + "`redirector_repairs_total`" + `, ` + "`kind`" + `: {{.Repairs}}
 - ` + "`redirector_zds_ack_duration_seconds`" + `, ` + "`request`" + `: {{.Requests}}; ` + "`outcome`" + `: {{.Outcomes}}
+- ` + "`redirector_events_total`" + `, ` + "`reason`" + `: {{.Reasons}}: see [events.md](events.md)
 - ` + "`redirector_enrolment_duration_seconds`" + `, ` + "`result`" + `: ` + "`done`, `failed`" + `
 
 ## Per pod
