@@ -16,7 +16,7 @@ import (
 // Markdown is the reference of all metrics, which docs/metrics.md has.
 func Markdown() string {
 	var b strings.Builder
-	err := reference.Execute(&b, map[string]any{
+	err := reference().Execute(&b, map[string]any{
 		"MaxPods":   MaxPods,
 		"PodLabels": code(podLabels),
 		"Families":  families,
@@ -44,21 +44,23 @@ func code[T ~string](words []T) string {
 	return strings.Join(quoted, ", ")
 }
 
-var reference = template.Must(template.New("metrics").Funcs(template.FuncMap{
-	"code": code[string],
-	"selector": func(s counterSeries) string {
-		var pairs []string
-		for i, label := range s.family.Labels {
-			pairs = append(pairs, fmt.Sprintf("%s=%q", label, s.values[i]))
-		}
-		return s.family.Name + "{" + strings.Join(pairs, ",") + "}"
-	},
-	"counter": func(s counterSeries) string { return s.counter },
-	"meaning": func(s counterSeries) string { return s.meaning },
-	"perPod": func(all []*Family) []*Family {
-		return slices.DeleteFunc(slices.Clone(all), func(f *Family) bool { return !f.PerPod })
-	},
-}).Parse(`<!-- Made from pkg/metrics by "go test ./docs -update". Do not edit. -->
+// reference is made when it is needed, which no agent does.
+func reference() *template.Template {
+	return template.Must(template.New("metrics").Funcs(template.FuncMap{
+		"code": code[string],
+		"selector": func(s counterSeries) string {
+			var pairs []string
+			for i, label := range s.family.Labels {
+				pairs = append(pairs, fmt.Sprintf("%s=%q", label, s.values[i]))
+			}
+			return s.family.Name + "{" + strings.Join(pairs, ",") + "}"
+		},
+		"counter": func(s counterSeries) string { return s.counter },
+		"meaning": func(s counterSeries) string { return s.meaning },
+		"perPod": func(all []*Family) []*Family {
+			return slices.DeleteFunc(slices.Clone(all), func(f *Family) bool { return !f.PerPod })
+		},
+	}).Parse(`<!-- Made from pkg/metrics by "go test ./docs -update". Do not edit. -->
 
 # Metrics
 
@@ -115,3 +117,4 @@ With ` + "`--pprof`" + ` ($PPROF) the agent serves Go's profiles on ` + "`pprof.
     curl --unix-socket /var/run/redirector/pprof.sock -o heap.pb.gz http://agent/debug/pprof/heap
     go tool pprof heap.pb.gz
 `))
+}

@@ -19,7 +19,7 @@ func Markdown() string {
 		}
 	}
 	var b strings.Builder
-	err := reference.Execute(&b, map[string]any{
+	err := reference().Execute(&b, map[string]any{
 		"Incidents": incidents,
 		"Repairs":   repairs,
 		"Every":     incidentsEvery,
@@ -38,14 +38,16 @@ func Markdown() string {
 // exampleTimes stands for how often something has happened.
 const exampleTimes = "N times"
 
-var reference = template.Must(template.New("events").Funcs(template.FuncMap{
-	"counter": func(i incident) string { return i.counter },
-	"reason":  func(i incident) string { return string(i.reason) },
-	"text":    func(i incident) string { return fmt.Sprintf(i.text, exampleTimes) },
-	"short": func(d fmt.Stringer) string {
-		return strings.NewReplacer("m0s", " minutes", "s", " seconds").Replace(d.String())
-	},
-}).Parse(`<!-- Made from pkg/podwatch by "go test ./docs -update". Do not edit. -->
+// reference is made when it is needed, which no agent does.
+func reference() *template.Template {
+	return template.Must(template.New("events").Funcs(template.FuncMap{
+		"counter": func(i incident) string { return i.counter },
+		"reason":  func(i incident) string { return string(i.reason) },
+		"text":    func(i incident) string { return fmt.Sprintf(i.text, exampleTimes) },
+		"short": func(d fmt.Stringer) string {
+			return strings.NewReplacer("m0s", " minutes", "s", " seconds").Replace(d.String())
+		},
+	}).Parse(`<!-- Made from pkg/podwatch by "go test ./docs -update". Do not edit. -->
 
 # Events
 
@@ -91,3 +93,4 @@ runtime, there is none.
 Events on what the kernel counts and on repairs are made at {{.Rate}} per second for all pods of the node, after {{.Burst}} at once; the
 others wait, and nothing is lost of the numbers.
 `))
+}

@@ -80,8 +80,8 @@ type Watcher struct {
 	// stateErr is why the node's state could not be written, "" if it could.
 	stateErr atomic.Pointer[string]
 
-	mu     sync.Mutex
-	known  map[string]*known
+	mu    sync.Mutex
+	known map[string]*known
 	// events are those that are to be sent to the API server.
 	events chan *corev1.Event
 	// node is what is known of what all pods share: its repairs.

@@ -38,7 +38,7 @@ func agentRules() []rbacv1.PolicyRule {
 		rule("", "namespaces", "get", "list", "watch"),
 		rule("", "nodes", "get"),
 		rule("", "pods/status", "patch"),
-		rule("", "events", "create", "patch"),
+		rule("", "events", "create"),
 		rule("apps", "daemonsets", "get"),
 	}
 }
