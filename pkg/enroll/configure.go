@@ -70,9 +70,9 @@ func (e *Enroller) reconfigure(p *pod, next Settings) (err error) {
 		return err
 	}
 	fault.Point("set: state file")
-	names, _ := p.rerouted(n)
+	p.reroutes, _ = p.rerouted(n)
 	for _, family := range families {
-		undo, err := n.addRouting(family, names)
+		undo, err := n.addRouting(family, p.reroutes)
 		undos.add(undo)
 		if err != nil {
 			return err

@@ -91,8 +91,9 @@ type pod struct {
 	before before
 	// probed are the addresses under which the host's probes find the pod.
 	probed map[netip.Addr]bool
-	// excepted is what maps exceptions and cidrs are to have of the pod.
+	// excepted is what maps exceptions and cidrs are to have of the pod, and reroutes are the interfaces that there are rules for.
 	excepted maps.Exceptions
+	reroutes []string
 	watch    *watch
 	// offered says that the proxy was asked to start anew for the pod, as its listeners could not be found.
 	offered bool
@@ -363,8 +364,8 @@ func (e *Enroller) apply(p *pod) (err error) {
 	step("own addresses", func() (func() error, error) { return e.applyOwnAddrs(p, n) })
 	for _, family := range families {
 		step("routing "+familyName(family), func() (func() error, error) {
-			names, _ := p.rerouted(n)
-			return n.addRouting(family, names)
+			p.reroutes, _ = p.rerouted(n)
+			return n.addRouting(family, p.reroutes)
 		})
 	}
 	var changed maps.Restore

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	gomaps "maps"
 	"os"
+	"slices"
 	"time"
 
 	netlinkconn "github.com/mdlayher/netlink"
@@ -171,12 +172,15 @@ func (e *Enroller) tryRepair(p *pod) error {
 	names, _ := p.rerouted(n)
 	for _, family := range families {
 		undo, err = n.addRouting(family, names)
+		if !slices.Equal(names, p.reroutes) {
+			undo = nil // rules for interfaces that are new are no repair
+		}
 		done(RepairRouting, undo, err)
 		if len(names) > 0 {
 			errs = append(errs, n.dropRules(family, names))
 		}
 	}
-	p.ipv6 = n.ipv6
+	p.ipv6, p.reroutes = n.ipv6, names
 	errs = append(errs, e.repairSysctls(p, n))
 	return errors.Join(errs...)
 }

@@ -80,6 +80,8 @@ var repairTexts = map[enroll.Repair]string{
 		"something with root's rights on the node changes BPF maps. Look for it on the node.",
 	enroll.RepairProbeTarget: "Map probe_targets had not the addresses of the pod, and has them again (%s): " +
 		"something with root's rights on the node changes BPF maps. Look for it on the node.",
+	enroll.RepairException: "Map exceptions or cidrs had not what the pod's settings say, and has it again (%s): " +
+		"something with root's rights on the node changes BPF maps. Look for it on the node.",
 	enroll.RepairNode: "A program or a pin that all pods of the node share was missing, and is there again (%s): " +
 		"something with root's rights on the node detaches BPF programs or removes their pins. Look for it on the node.",
 }

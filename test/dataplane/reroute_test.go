@@ -275,6 +275,9 @@ func TestMachinesThatComeLaterAreRerouted(t *testing.T) {
 			if setting != enroll.AutoInterfaces {
 				return
 			}
+			if got := n.Repairs()[enroll.RepairRouting]; got > 0 {
+				t.Errorf("%d rules for new interfaces are counted as repairs", got)
+			}
 			// What is gone leaves nothing behind.
 			eventually(t, "there is no rule for br0", func() bool {
 				return !hasRule(t, pod, func(r *netlink.Rule) bool { return r.IifName == "br0" })
