@@ -240,6 +240,7 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		err := e.apply(p)
 		if err != nil {
 			p.spec = old
+			err = errors.Join(err, e.saveState(p))
 		}
 		return errors.Join(err, ns.Close())
 	}
