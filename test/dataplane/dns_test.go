@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -1002,11 +1003,7 @@ func TestDNSToggledUnderLoad(t *testing.T) {
 	for i := range 100 {
 		on := i%2 == 0
 		mu.Lock()
-		entry, err := n.Datapath.Maps().Pod(pod.Cookie)
-		if err == nil {
-			entry.DNSCapture = on
-			err = n.Datapath.Maps().PutPod(pod.Cookie, entry)
-		}
+		err := n.Configure("uid-pod", func(s *enroll.Settings) error { return s.Set(enroll.KeyDNSCapture, strconv.FormatBool(on)) })
 		capture = on
 		mu.Unlock()
 		if err != nil {
