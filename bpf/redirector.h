@@ -263,7 +263,8 @@ struct pod_counters {
 	__u64 excluded_inbound;  /* SYNs of peers to a port that is excluded, left to the app */
 	__u64 bypassed_inbound;  /* SYNs of peers left to the app, as the pod asks for all of them */
 	__u64 rerouted; /* SYNs of machines behind the pod handed to the outbound listener; not in outbound_steered */
-	__u64 seal_excluded; /* packets: fresh SYNs on their way out to what is excluded */
+	__u64 seal_excluded;   /* packets: fresh SYNs on their way out to what is excluded */
+	__u64 unowned_dropped; /* SYNs for addresses that are here by a route only: of machines, or the pod claims them */
 };
 
 /* The DNS servers that one socket can have queries with at the same time. With more, the first is forgotten. */

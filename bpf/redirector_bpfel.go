@@ -187,6 +187,7 @@ type RedirectorPodCounters struct {
 	BypassedInbound    uint64
 	Rerouted           uint64
 	SealExcluded       uint64
+	UnownedDropped     uint64
 }
 
 type RedirectorProbeIdentity uint32

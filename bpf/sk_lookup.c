@@ -13,7 +13,8 @@
 #define TO_APP 0
 #define TO_NOBODY 1
 #define TO_APP_AS_ASKED 2
-#define REROUTED 3 /* to PORT_OUTBOUND, but counted by itself */
+#define REROUTED 3     /* to PORT_OUTBOUND, but counted by itself */
+#define NOT_THE_PODS 4 /* to nobody */
 
 /*
  * Gives the SYN to the proxy's newest listener on that port: when a proxy takes over from another, the older one gets no new
@@ -140,7 +141,7 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie,
 
 	/* The pod's by a route only, or not yet known. The proxy's connection to it would leave the pod, and come here again. */
 	if (!addr_is_own(cookie, &dst))
-		return TO_NOBODY;
+		return NOT_THE_PODS;
 
 	/* From a process of the host that may. */
 	if (bpf_map_lookup_elem(&admitted, &flow))
@@ -188,6 +189,10 @@ int redir_steer(struct bpf_sk_lookup *ctx)
 	}
 	if (port == TO_NOBODY) {
 		count(cookie, loops_dropped);
+		return SK_DROP;
+	}
+	if (port == NOT_THE_PODS) {
+		count(cookie, unowned_dropped);
 		return SK_DROP;
 	}
 	assigned = assign_listener(ctx, cookie, port == REROUTED ? PORT_OUTBOUND : port);

@@ -99,6 +99,8 @@ var series = []counterSeries{
 	{"loops_dropped", droppedPackets, []string{"inbound", "loop"},
 		"SYNs to the proxy's own ports from the pod or its proxy, or from who only says that he is the pod"},
 	{"seal_excluded", excludedSYNs, nil, "fresh SYNs on their way out to what is excluded"},
+	{"unowned_dropped", droppedPackets, []string{"inbound", "unowned"},
+		"SYNs for addresses that are here by a route only: of machines behind the pod that are not rerouted, or the pod claims them"},
 	{"foreign_marks", bypassAttempts, []string{"foreign_mark"}, "sockets with the proxy's mark that no process of a proxy has made"},
 	{"raw_bypass_refused", bypassAttempts, []string{"raw_socket"}, "`setsockopt()` calls that would have sent packets past the seal"},
 	{"dns_captured", dnsQueries, []string{"captured"}, "sent to the proxy"},

@@ -70,7 +70,7 @@ func intrusions() []intrusion {
 		{name: "an app with the capture mark", reached: true, after: marked(0x112), counter: "marked_listeners"},
 		{name: "an app with the proxy's mark since before enrolment", before: marked(0x539), counter: "inbound_steered"},
 		{name: "a transparent listener", reached: true, after: listening(evasionPort, bed.ListenOptions{Transparent: true}), counter: "inbound_steered"},
-		{name: "a transparent listener for somebody else's address", after: anyIP, counter: "loops_dropped"},
+		{name: "a transparent listener for somebody else's address", after: anyIP, counter: "unowned_dropped"},
 		{name: "a listener bound to the device", reached: true, after: listening(evasionPort, toDevice), counter: "inbound_steered"},
 		{name: "a listener from before enrolment", reached: true, before: listening(evasionPort, bed.ListenOptions{}), counter: "inbound_steered"},
 		{name: "an own address that goes and comes", reached: true, after: addressAgain, counter: "inbound_steered"},

@@ -120,7 +120,7 @@ func testReroute(t *testing.T, identity maps.ProxyIdentity, setting string) {
 		remote := netip.AddrPortFrom(addr(n.Outside, family), 8080)
 		n.set(pod, "reroute-interfaces=")
 		// Before it was ever rerouted the seal drops it, and later the steer program.
-		dropped := func() uint64 { c := n.counters(pod); return c.SealDropped + c.LoopsDropped }
+		dropped := func() uint64 { c := n.counters(pod); return c.SealDropped + c.UnownedDropped }
 		before := dropped()
 		blocked(t, m, remote)
 		if dropped() == before {

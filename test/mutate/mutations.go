@@ -272,7 +272,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "steer: what is the pod's by a route only goes to the proxy", file: skLookup,
-			old: "if (!addr_is_own(cookie, &dst))\n\t\treturn TO_NOBODY;", new: "if (0 && !addr_is_own(cookie, &dst))\n\t\treturn TO_NOBODY;",
+			old: "if (!addr_is_own(cookie, &dst))\n\t\treturn NOT_THE_PODS;", new: "if (0 && !addr_is_own(cookie, &dst))\n\t\treturn NOT_THE_PODS;",
 			tests: "TestAnAddressThatLeadsBackMakesNoLoop",
 		},
 		{
