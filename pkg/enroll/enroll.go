@@ -395,7 +395,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 	// Before the entry, which has the programs look for them.
 	step("exceptions", func() (func() error, error) { return e.applyExceptions(p, n) })
 	step("map entry", func() (func() error, error) {
-		exit, err := n.exit(p.ownAddrs)
+		exit, err := n.exit(p.spec.IPs, p.ownAddrs)
 		if err != nil {
 			return nil, err
 		}

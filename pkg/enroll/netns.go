@@ -414,7 +414,7 @@ func (n *podNet) onlyInterface() string {
 
 // exit is the interface to bind the proxy's connections out to, so that they take no local route: one over which the pod is
 // reached. It is empty if there is no interface, or no route by which something is local that is no address of the pod's.
-func (n *podNet) exit(own map[netip.Addr]int) (string, error) {
+func (n *podNet) exit(ips []netip.Addr, own map[netip.Addr]int) (string, error) {
 	if len(n.links) == 0 {
 		return "", nil
 	}
@@ -427,7 +427,7 @@ func (n *podNet) exit(own map[netip.Addr]int) (string, error) {
 			return "", err
 		}
 		if back {
-			return n.mainLink(own).Attrs().Name, nil
+			return n.mainLink(ips, own).Attrs().Name, nil
 		}
 	}
 	return "", nil
@@ -488,8 +488,15 @@ func (n *podNet) carryNone(ips []netip.Addr, own map[netip.Addr]int) []netlink.L
 
 func ourTable(table int) bool { return table >= firstTable && table < firstTable+tables }
 
-// mainLink is the interface with the first of the pod's global addresses, or the first of all; there is one.
-func (n *podNet) mainLink(own map[netip.Addr]int) netlink.Link {
+// mainLink is the interface with the addresses that the pod was enrolled with, or with the first of its global ones, or the first
+// of all; there is one.
+func (n *podNet) mainLink(ips []netip.Addr, own map[netip.Addr]int) netlink.Link {
+	for _, ip := range ips {
+		is := func(l netlink.Link) bool { return l.Attrs().Index == own[ip.Unmap()] }
+		if i := slices.IndexFunc(n.links, is); i >= 0 {
+			return n.links[i]
+		}
+	}
 	for _, l := range n.links {
 		for addr, index := range own {
 			if index == l.Attrs().Index && addr.IsGlobalUnicast() {

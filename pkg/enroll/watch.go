@@ -196,7 +196,7 @@ func (e *Enroller) repairSysctls(p *pod, n *podNet) error {
 // applyInterface tells the programs which interface the pod has, whether the proxy has to be bound to one, and whether there are
 // exceptions to look for, when that has changed.
 func (e *Enroller) applyInterface(p *pod, n *podNet) error {
-	exit, err := n.exit(p.ownAddrs)
+	exit, err := n.exit(p.spec.IPs, p.ownAddrs)
 	if err != nil {
 		return err
 	}
