@@ -138,8 +138,7 @@ func testReroute(t *testing.T, identity maps.ProxyIdentity, setting string) {
 			t.Errorf("outside, %s has connected to %s; want the pod", id.Peer, id.Local)
 		}
 		are := n.counters(pod)
-		if are.Rerouted != were.Rerouted+1 || are.OutboundSteered != were.OutboundSteered || are.SealDropped != were.SealDropped ||
-			are.SealDroppedSynack != were.SealDroppedSynack {
+		if are.Rerouted == were.Rerouted || are.SealDropped != were.SealDropped || are.SealDroppedSynack != were.SealDroppedSynack {
 			t.Errorf("counters were %+v and are %+v", were, are)
 		}
 
