@@ -591,7 +591,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "settings: a new agent does not know them", file: "pkg/enroll/state.go",
-			old: "leftovers{addrs[cookie], probed[uid], excepted[cookie], true}", new: "leftovers{addrs[cookie], probed[uid], maps.Exceptions{}, true}",
+			old: "leftovers{addrs[cookie], probed[uid], excepted[cookie], true}", new: "leftovers{addrs[cookie], probed[uid], excepted[0], true}",
 			tests: "TestSettingsAreKept",
 		},
 		{
