@@ -596,6 +596,10 @@ func mutations() []mutation {
 			tests: "TestSettingsAreKept",
 		},
 		{
+			name: "settings: a change that fails stays half done", file: "pkg/enroll/configure.go",
+			old: "err = errors.Join(err, undos.run())", new: "err = errors.Join(err)", tests: "TestASettingThatDoesNotFitChangesNothing",
+		},
+		{
 			name: "settings: exceptions outlive the pod", file: enroll,
 			old: "errs = append(errs, m.SetExceptions(cookie, left.excepted, maps.Exceptions{}))", new: "", tests: "TestSettingsAreKept",
 		},
