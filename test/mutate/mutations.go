@@ -545,6 +545,10 @@ func mutations() []mutation {
 			old: " || answer_is_to_machine(skb)", new: "", tests: machines,
 		},
 		{
+			name: "reroute: a syncookie's answer to a machine is dropped", file: tc,
+			old: "return true; /* a syncookie's */", new: "return false;", tests: machines,
+		},
+		{
 			name: "reroute: anybody's answer passes for the proxy's to a machine", file: tc,
 			old: "return full && socket_is_of_proxy(full);", new: "return full != NULL;", tests: enters + "a_program_of_the_pod's_that_finds_it_a_listener_with",
 		},
