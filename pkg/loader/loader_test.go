@@ -17,6 +17,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -28,10 +29,40 @@ func init() { runtime.LockOSThread() }
 func TestFeatures(t *testing.T) {
 	for _, f := range Features() {
 		t.Run(f.Name, func(t *testing.T) {
-			if err := f.probe(); err != nil {
+			if err := f.Probe(); err != nil {
 				t.Skipf("needs kernel %s: %v", f.Since, err)
 			}
 		})
+	}
+}
+
+// What is asked of the kernel before anything is loaded must be all that the programs call, for the refusal to name it.
+func TestFeaturesAreAllThatTheProgramsCall(t *testing.T) {
+	// In every kernel since 4.19, the oldest that has the features of that time.
+	always := []asm.BuiltinFunc{
+		asm.FnMapLookupElem, asm.FnMapUpdateElem, asm.FnMapDeleteElem, asm.FnTailCall, asm.FnSkbLoadBytes,
+		asm.FnSockHashUpdate, asm.FnSockOpsCbFlagsSet,
+	}
+	probed := map[helper]bool{}
+	for _, f := range Features() {
+		if f.Optional {
+			continue
+		}
+		for _, h := range f.helpers {
+			probed[h] = true
+		}
+	}
+	spec, err := bpf.LoadRedirector()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, prog := range spec.Programs {
+		for _, ins := range prog.Instructions {
+			fn := asm.BuiltinFunc(ins.Constant)
+			if ins.IsBuiltinCall() && !slices.Contains(always, fn) && !probed[helper{prog.Type, fn}] {
+				t.Errorf("program %s (%v) calls %v, which no feature names: add it to one in features.go", name, prog.Type, fn)
+			}
+		}
 	}
 }
 
@@ -387,7 +418,7 @@ func TestFindCgroup2(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := checkCgroup(dir); err != nil {
+	if err := CheckCgroup(dir); err != nil {
 		t.Error(err)
 	}
 }
