@@ -366,6 +366,24 @@ func TryMarkSysctls() error {
 	})
 }
 
+// TryJIT loads a program and says whether the kernel compiles it.
+func TryJIT() (bool, error) {
+	prog, err := newProgram(ebpf.SocketFilter, ebpf.AttachNone, asm.Mov.Imm(asm.R0, 0), asm.Return())
+	if err != nil {
+		return false, err
+	}
+	defer prog.Close()
+	info, err := prog.Info()
+	if err != nil {
+		return false, err
+	}
+	_, err = info.JitedSize()
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		return false, nil // there is no compiled code of it
+	}
+	return err == nil, err
+}
+
 // probePidfdGetfd asks for a file of this process that is not open: a kernel that knows the call says so.
 func probePidfdGetfd() error {
 	pidfd, err := unix.PidfdOpen(os.Getpid(), 0)

@@ -187,16 +187,9 @@ func ipv6There() (State, string) {
 }
 
 func jitOn() (State, string) {
-	const path = "/proc/sys/net/core/bpf_jit_enable"
-	b, err := os.ReadFile(path)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return Missing, "the kernel has none"
-	case err != nil:
-		// Root alone may read it.
-		return Unknown, err.Error()
-	case strings.TrimSpace(string(b)) == "0":
-		return Missing, "switched off by net.core.bpf_jit_enable"
+	jited, err := loader.TryJIT()
+	if err == nil && !jited {
+		return Missing, "a program was loaded and is interpreted"
 	}
-	return OK, "on"
+	return judge(err)
 }
