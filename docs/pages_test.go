@@ -14,6 +14,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/metrics"
 	"github.com/redirector-dataplane/redirector/pkg/preflight"
+	"github.com/redirector-dataplane/redirector/test/vm/verifier"
 )
 
 //go:embed metrics.md
@@ -21,6 +22,9 @@ var metricsPage string
 
 //go:embed kernels.md
 var kernelsPage string
+
+//go:embed verifier.md
+var verifierPage string
 
 var update = flag.Bool("update", false, "write the documents that are made from code")
 
@@ -37,22 +41,30 @@ func TestThePageOfMetricsIsWhatTheCodeMakes(t *testing.T) {
 	}
 }
 
-// The tables of kernels.md are between two marks; what is around them is written by hand.
-func TestThePageOfKernelsIsWhatTheCodeMakes(t *testing.T) {
-	const begin, end = "<!-- begin: go test ./docs -update -->\n", "<!-- end -->\n"
-	before, rest, ok := strings.Cut(kernelsPage, begin)
-	made, after, ended := strings.Cut(rest, end)
-	if !ok || !ended {
-		t.Fatalf("docs/kernels.md has no lines %q and %q", begin, end)
+// The tables of these pages are between two marks; what is around them is written by hand.
+func TestTablesAreWhatTheCodeMakes(t *testing.T) {
+	budget, err := verifier.Committed()
+	if err != nil {
+		t.Fatal(err)
 	}
-	want := "\n" + preflight.Markdown()
-	if *update {
-		if err := os.WriteFile("kernels.md", []byte(before+begin+want+end+after), 0o644); err != nil {
-			t.Fatal(err)
+	for _, c := range []struct{ name, page, begin, want string }{
+		{"kernels.md", kernelsPage, "<!-- begin: go test ./docs -update -->\n", preflight.Markdown()},
+		{"verifier.md", verifierPage, "<!-- begin: make verifier-table -->\n", budget.Markdown()},
+	} {
+		const end = "<!-- end -->\n"
+		before, rest, ok := strings.Cut(c.page, c.begin)
+		made, after, ended := strings.Cut(rest, end)
+		if !ok || !ended {
+			t.Errorf("docs/%s has no lines %q and %q", c.name, c.begin, end)
+			continue
 		}
-		return
-	}
-	if d := cmp.Diff(want, made); d != "" {
-		t.Errorf("docs/kernels.md is not what the code makes: run go test ./docs -update (-code +page):\n%s", d)
+		want := "\n" + c.want
+		if *update {
+			if err := os.WriteFile(c.name, []byte(before+c.begin+want+end+after), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		} else if d := cmp.Diff(want, made); d != "" {
+			t.Errorf("docs/%s is not what the code makes: run go test ./docs -update (-code +page):\n%s", c.name, d)
+		}
 	}
 }

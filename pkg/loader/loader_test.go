@@ -96,6 +96,35 @@ func TestOpenNamesWhatTheKernelLacks(t *testing.T) {
 	wantNoPins(t, b)
 }
 
+// A program that the verifier rejects is named, and its log is not in the way.
+func TestTheAgentSaysInOneLineWhatTheVerifierRejects(t *testing.T) {
+	if err := CheckFeatures(); err != nil {
+		t.Skip(err)
+	}
+	spec, err := bpf.LoadRedirector()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// It ends without a result, after all that it does otherwise.
+	broken := spec.Programs[bpf.RedirectorProgRedirMark]
+	for i, ins := range broken.Instructions {
+		if ins.OpCode.JumpOp() == asm.Exit {
+			broken.Instructions[i] = asm.LoadMem(asm.R0, asm.R10, 8, asm.DWord).WithMetadata(ins.Metadata)
+			break
+		}
+	}
+	d := &Datapath{maps: new(maps.Maps)}
+	if err := spec.LoadAndAssign(&d.maps.RedirectorMaps, nil); err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	err = d.load(spec)
+	if err == nil || !strings.Contains(err.Error(), broken.Name) || strings.Contains(err.Error(), "\n") {
+		t.Errorf("%v, want one line with %s", err, broken.Name)
+	}
+	t.Log(err)
+}
+
 func open(t *testing.T, b *bed.Bed) *Datapath {
 	t.Helper()
 	d, err := Open(Options{BPFFS: b.BPFFS, Cgroup: b.Cgroup})
@@ -421,4 +450,17 @@ func TestFindCgroup2(t *testing.T) {
 	if err := CheckCgroup(dir); err != nil {
 		t.Error(err)
 	}
+}
+
+func TestTheJITIsOff(t *testing.T) {
+	jited, err := TryJIT()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if jited {
+		t.Skip("the JIT is on here")
+	}
+	// Without it programs that call functions, and programs by way of a map, must load all the same.
+	b := bed.ForTest(t, bed.Options{})
+	open(t, b)
 }

@@ -104,10 +104,15 @@ func newNode(t *testing.T) *node {
 // newBareNode is newNode before an agent is started.
 func newBareNode(t *testing.T) *node {
 	t.Helper()
+	return newBareNodeOn(t, bed.Options{})
+}
+
+func newBareNodeOn(t *testing.T, opts bed.Options) *node {
+	t.Helper()
 	if err := loader.CheckFeatures(); err != nil {
 		t.Skip(err)
 	}
-	b := bed.ForTest(t, bed.Options{})
+	b := bed.ForTest(t, opts)
 	if err := b.JoinCgroup(); err != nil {
 		t.Fatal(err)
 	}
@@ -340,6 +345,11 @@ func addr(ns *bed.NS, family string) netip.Addr {
 // eachFamily runs a test once per family.
 func eachFamily(t *testing.T, run func(t *testing.T, family string)) {
 	for _, family := range []string{"IPv4", "IPv6"} {
-		t.Run(family, func(t *testing.T) { run(t, family) })
+		t.Run(family, func(t *testing.T) {
+			if family == "IPv6" && !bed.HasIPv6() {
+				t.Skip("the kernel has no IPv6, or was booted with ipv6.disable=1")
+			}
+			run(t, family)
+		})
 	}
 }

@@ -296,7 +296,7 @@ func TestVerdict(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			r := &Report{Kernels: []string{"5.10", "6.1"}, Packages: []string{"a", "b"}, Cells: tc.cells}
+			r := &Report{Kernels: []string{"5.10", "6.1"}, Packages: []string{"a", "b"}, Cells: tc.cells, Wanted: 4}
 			r.Finish()
 			if r.Passed != tc.passed {
 				t.Errorf("passed is %t", r.Passed)
