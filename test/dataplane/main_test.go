@@ -41,6 +41,14 @@ var patience = func() time.Duration {
 	return 10 * time.Second
 }()
 
+// short is how many there are to be of something, and how many in a short test, as on an emulated processor.
+func short(usual, short int) int {
+	if testing.Short() {
+		return short
+	}
+	return usual
+}
+
 // roleVariable makes a process of the test binary something else.
 const roleVariable = "TEST_DATAPLANE_ROLE"
 

@@ -312,8 +312,8 @@ func (o *options) runJob(ctx context.Context, j *job, initBin string, files map[
 	}
 	defer log.Close()
 
-	// test2json understands the output of -test.v=test2json and nothing that a test prints can mislead it.
-	convert := exec.Command("go", "tool", "test2json", "-p", p.importPath)
+	// test2json, which tells times with -t alone, understands the output of -test.v=test2json and nothing that a test prints can mislead it.
+	convert := exec.Command("go", "tool", "test2json", "-t", "-p", p.importPath)
 	convert.Stderr = os.Stderr
 	in, err := convert.StdinPipe()
 	if err != nil {
