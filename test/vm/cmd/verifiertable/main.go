@@ -60,6 +60,10 @@ func measured(c *matrix.Cell) (k verifier.Kernel, err error) {
 	for _, t := range c.Tests {
 		compiler, program := t.Attrs["compiler"], t.Attrs["program"]
 		if compiler == "" || program == "" {
+			// A program that is over its old budget has been measured; any other failure is none of the budget's.
+			if t.Outcome == matrix.Failed || t.Outcome == matrix.Unfinished {
+				return k, fmt.Errorf("%s on %s: %s has failed, and measured nothing", c.Package, c.Kernel, t.Name)
+			}
 			continue
 		}
 		var cost verifier.Cost

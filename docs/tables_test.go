@@ -1,45 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package docs checks the documents that are made from code.
 package docs
 
 import (
 	_ "embed"
-	"flag"
 	"os"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/redirector-dataplane/redirector/pkg/metrics"
 	"github.com/redirector-dataplane/redirector/pkg/preflight"
 	"github.com/redirector-dataplane/redirector/test/vm/verifier"
 )
 
-//go:embed metrics.md
-var metricsPage string
-
-//go:embed kernels.md
-var kernelsPage string
-
-//go:embed verifier.md
-var verifierPage string
-
-var update = flag.Bool("update", false, "write the documents that are made from code")
-
-func TestThePageOfMetricsIsWhatTheCodeMakes(t *testing.T) {
-	want := metrics.Markdown()
-	if *update {
-		if err := os.WriteFile("metrics.md", []byte(want), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		return
-	}
-	if d := cmp.Diff(want, metricsPage); d != "" {
-		t.Errorf("docs/metrics.md is not what the code makes: run go test ./docs -update (-code +page):\n%s", d)
-	}
-}
+var (
+	//go:embed kernels.md
+	kernelsPage string
+	//go:embed verifier.md
+	verifierPage string
+)
 
 // The tables of these pages are between two marks; what is around them is written by hand.
 func TestTablesAreWhatTheCodeMakes(t *testing.T) {
