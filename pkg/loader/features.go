@@ -5,6 +5,7 @@ package loader
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"runtime"
 	"slices"
@@ -101,7 +102,7 @@ func Features() []Feature {
 		},
 		{
 			Name: "routing rules by mark, for IPv6", Since: "2.6.19", Option: "CONFIG_IPV6_MULTIPLE_TABLES", Optional: true,
-			Without: "pods with IPv6 addresses cannot be enrolled; where there is no IPv6 at all, nothing is amiss",
+			Without: "pods in whose namespaces IPv6 is on cannot be enrolled",
 			probe:   func() error { return probeRule(unix.AF_INET6) },
 		},
 		{
@@ -334,13 +335,19 @@ func tryAddressProgram(attach ebpf.AttachType) error {
 	return tryProgram(ebpf.CGroupSockAddr, attach, asm.Mov.Imm(asm.R0, 1), asm.Return())
 }
 
-// probeRule adds a rule for a mark, as pods get one.
+// probeRule adds a rule for a mark, as pods get one. Where there is no IPv6 at all, none is needed.
 func probeRule(family int) error {
-	return inScratchNetNS(func(handle *netlink.Handle, _ netlink.Link) error {
+	err := inScratchNetNS(func(handle *netlink.Handle, _ netlink.Link) error {
 		rule := netlink.NewRule()
 		rule.Family, rule.Priority, rule.Mark, rule.Table = family, 1, 1, unix.RT_TABLE_LOCAL
 		return handle.RuleAdd(rule)
 	})
+	if family == unix.AF_INET6 && errors.Is(err, unix.EAFNOSUPPORT) {
+		if _, errStat := os.Stat("/proc/sys/net/ipv6"); errors.Is(errStat, fs.ErrNotExist) {
+			return nil
+		}
+	}
+	return err
 }
 
 // probeMarkSysctl looks for one of the sysctls that are set in pods. Whether they may be set is another question.

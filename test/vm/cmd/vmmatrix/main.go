@@ -121,10 +121,6 @@ func run(ctx context.Context, o options) (passed bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	for _, p := range packages {
-		report.Packages = append(report.Packages, p.name)
-	}
-
 	jobs, err := o.plan(ctx, kernels, packages)
 	if err != nil {
 		return false, err
@@ -157,11 +153,15 @@ func (o *options) runAll(ctx context.Context, jobs []job, initBin string, rules 
 	left := map[string]int{}
 	for _, j := range jobs {
 		left[j.key()]++
+		if !slices.Contains(report.Packages, j.pkg.name) {
+			report.Packages = append(report.Packages, j.pkg.name)
+		}
 		if column := matrix.Column(j.kernel.Version, j.machine()); !slices.Contains(report.Kernels, column) {
 			report.Kernels = append(report.Kernels, column)
 		}
 	}
 	report.Wanted = len(left)
+	slices.Sort(report.Packages)
 	var mu sync.Mutex // for the cells, the report and the terminal
 	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(max(1, o.parallel))

@@ -22,14 +22,14 @@ type odd struct {
 
 // mainPaths are tests of all that becomes of connections and queries, in and out, and of nothing passing by.
 const mainPaths = `^(TestOutbound|TestInbound|TestFromPodToPod|TestUntouched|TestHBONEPort|TestWithoutAProxyNothingPasses` +
-	`|TestTheSealJudgesFrames|TestDNSIsCaptured|TestOneSocketAsksManyDNSServers|TestProbes.*)$`
+	`|TestTheSealJudgesFrames|TestDNSIsCaptured|TestOneSocketAsksManyDNSServers|TestProbesReachTheAppPastTheProxy|TestAHostWithoutIPv6)$`
 
 var oddMachines = []odd{
 	{
 		name: "ipv6-off", lines: []string{"6.1", "newest"}, cmdline: "ipv6.disable=1",
 		tests: map[string]string{
 			"test/dataplane":     mainPaths,
-			"cmd/redirector/app": `^(TestWithoutIPv6|TestCheck.*)$`,
+			"cmd/redirector/app": `^(TestCheck.*|TestAnAgentIsStoppedAndAnotherTakesOver|TestSysctlsThatCannotBeSet)$`,
 			"pkg/preflight":      ".",
 		},
 	},

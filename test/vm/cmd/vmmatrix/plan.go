@@ -67,6 +67,9 @@ func (o *options) plan(ctx context.Context, kernels []*machine.Kernel, packages 
 		if err != nil {
 			return nil, err
 		}
+		if len(tests) == 0 && o.run != "" && !strings.Contains(o.run, "/") {
+			continue // nothing of it is asked for
+		}
 		for _, k := range kernels {
 			batches := shares(tests, func(test string) float64 {
 				if k.Line == refused {
@@ -77,37 +80,59 @@ func (o *options) plan(ctx context.Context, kernels []*machine.Kernel, packages 
 			for i, b := range batches {
 				run := o.run
 				if len(batches) > 1 {
-					run = "^(" + strings.Join(b.tests, "|") + ")$"
+					run = patternOf(b.tests)
 				}
 				jobs = append(jobs, job{kernel: k, pkg: p, run: run, part: i, seconds: b.seconds})
 			}
 		}
 	}
 	if o.odd {
-		jobs = append(jobs, o.oddJobs(kernels, packages)...)
+		odd, err := o.oddJobs(ctx, kernels, packages)
+		if err != nil {
+			return nil, err
+		}
+		jobs = append(jobs, odd...)
+	}
+	if len(jobs) == 0 {
+		return nil, fmt.Errorf("no test matches %q", o.run)
 	}
 	slices.SortStableFunc(jobs, func(a, b job) int { return cmp.Compare(b.seconds, a.seconds) })
 	return jobs, nil
 }
 
-// oddJobs are those on odd machines. A pattern of the command line's takes the place of theirs.
-func (o *options) oddJobs(kernels []*machine.Kernel, packages []testPackage) []job {
+// oddJobs are those on odd machines: of the tests that are asked for, those that run there.
+func (o *options) oddJobs(ctx context.Context, kernels []*machine.Kernel, packages []testPackage) ([]job, error) {
 	var jobs []job
 	for i := range oddMachines {
 		odd := &oddMachines[i]
-		for _, k := range kernels {
-			if !slices.ContainsFunc(odd.lines, func(line string) bool { return k.Line == line }) {
+		for _, p := range packages {
+			pattern, ok := odd.tests[p.name]
+			if !ok {
 				continue
 			}
-			for _, p := range packages {
-				if run, ok := odd.tests[p.name]; ok {
-					jobs = append(jobs, job{kernel: k, odd: odd, pkg: p, run: cmp.Or(o.run, run), seconds: share})
+			tests, err := p.tests(ctx, o.run)
+			if err != nil {
+				return nil, err
+			}
+			wanted, err := regexp.Compile(pattern)
+			if err != nil {
+				return nil, fmt.Errorf("tests of odd machine %s: %w", odd.name, err)
+			}
+			tests = slices.DeleteFunc(tests, func(test string) bool { return !wanted.MatchString(test) })
+			if len(tests) == 0 {
+				continue
+			}
+			for _, k := range kernels {
+				if slices.Contains(odd.lines, k.Line) {
+					jobs = append(jobs, job{kernel: k, odd: odd, pkg: p, run: patternOf(tests), seconds: share})
 				}
 			}
 		}
 	}
-	return jobs
+	return jobs, nil
 }
+
+func patternOf(tests []string) string { return "^(" + strings.Join(tests, "|") + ")$" }
 
 // tests lists the tests of a package that a pattern selects; none if the pattern is one of subtests, which cannot be told from
 // outside.
