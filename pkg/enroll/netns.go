@@ -337,25 +337,15 @@ func (n *podNet) look() (was before, err error) {
 	return was, err
 }
 
-// switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was.
+// switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was. One that is not 0 is
+// only read: where sysctls cannot be written, somebody else may have set it.
 func switchOn(name string) (changed bool, err error) {
-	f, err := os.OpenFile("/proc/sys/"+name, os.O_RDWR, 0)
-	if err != nil {
-		return false, fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
+	value, err := readSysctl(name)
+	if err != nil || value != "0" {
+		return false, err
 	}
-	defer f.Close()
-	var value [8]byte
-	n, err := f.Read(value[:])
-	if err != nil {
-		return false, fmt.Errorf("read a sysctl: %w", err)
-	}
-	if strings.TrimSpace(string(value[:n])) != "0" {
-		return false, nil
-	}
-	if _, err := f.WriteAt([]byte("1"), 0); err != nil {
-		return false, fmt.Errorf("set a sysctl: %w", err)
-	}
-	return true, nil
+	err = writeSysctl(name, "1")
+	return err == nil, err
 }
 
 // readSysctl and writeSysctl act on the network namespace of the calling thread.
