@@ -29,8 +29,12 @@ var (
 	bridgeName = "br0"
 )
 
-// maxPods is the number of addresses left in the pods' /24: without its network, gateway and broadcast address.
-const maxPods = 253
+// maxPods is the number of addresses left in the pods' /24 on a bridge: without its network, gateway and broadcast address.
+// maxRoutedPods is what a kernel can be asked for of namespaces and links; routed pods take the addresses that follow.
+const (
+	maxPods       = 253
+	maxRoutedPods = 4000
+)
 
 // linkPatience is how long a new link may take to be usable: the kernel reports a carrier at most once a second.
 const linkPatience = 5 * time.Second
@@ -65,8 +69,12 @@ func (b *Bed) Pod(name string, opts PodOptions) (*NS, error) {
 			return nil, fmt.Errorf("there is a namespace %s already", name)
 		}
 	}
-	if b.podCount >= maxPods {
-		return nil, fmt.Errorf("no address left for pod %s: a bed has room for %d", name, maxPods)
+	room := maxRoutedPods
+	if b.opts.Bridge {
+		room = maxPods
+	}
+	if b.podCount >= room {
+		return nil, fmt.Errorf("no address left for pod %s: a bed has room for %d", name, room)
 	}
 	// A node that routes carries nothing of a family that it has not; one that bridges does.
 	if opts.V6Disabled || !b.nodeV6 && !(b.opts.Bridge && HasIPv6()) {
