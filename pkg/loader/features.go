@@ -86,6 +86,11 @@ func Features() []Feature {
 			probe:   func() error { return features.HaveMapType(ebpf.LRUHash) },
 		},
 		{
+			Name: "tries of prefixes", Since: "4.11", Option: "CONFIG_BPF_SYSCALL",
+			Without: "ranges of addresses cannot be excluded",
+			probe:   func() error { return features.HaveMapType(ebpf.LPMTrie) },
+		},
+		{
 			Name: "the clsact qdisc", Since: "4.5", Option: "CONFIG_NET_SCH_INGRESS",
 			Without: "interfaces cannot be sealed",
 			probe:   probeClsact,
@@ -131,6 +136,13 @@ func Features() []Feature {
 			Name: "connect programs that bind", Since: "4.17", Option: "CONFIG_CGROUP_BPF",
 			Without: "probes cannot be given their address",
 			helpers: []helper{{ebpf.CGroupSockAddr, asm.FnBind}},
+		},
+		{
+			Name: "bind programs", Since: "4.17", Option: "CONFIG_CGROUP_BPF",
+			Without: "what the proxy does for machines behind a pod gets no answer",
+			probe: func() error {
+				return errors.Join(tryAddressProgram(ebpf.AttachCGroupInet4Bind), tryAddressProgram(ebpf.AttachCGroupInet6Bind))
+			},
 		},
 		{
 			Name: "sockets of packets in traffic control programs", Since: "5.1", Option: "CONFIG_NET_CLS_BPF",

@@ -118,18 +118,15 @@ func (m *Maps) Exceptions() (map[uint64]Exceptions, error) {
 		}
 		return all[cookie]
 	}
-	var key bpf.RedirectorExceptionKey
-	var one uint32
-	it := m.RedirectorMaps.Exceptions.Iterate()
-	for it.Next(&key, &one) {
+	err := each(m.RedirectorMaps.Exceptions, func(key *bpf.RedirectorExceptionKey, _ *uint32) {
 		of(key.NetnsCookie).Values[Exception{key.Kind, key.Value}] = true
-	}
-	if err := it.Err(); err != nil {
+	})
+	if err != nil {
 		return nil, fmt.Errorf("map exceptions: iterate: %w", err)
 	}
 	var cidr bpf.RedirectorCidrKey
 	var value bpf.RedirectorCidr
-	it = m.RedirectorMaps.Cidrs.Iterate()
+	it := m.RedirectorMaps.Cidrs.Iterate()
 	for it.Next(&cidr, &value) {
 		of(cidr.NetnsCookie).CIDRs[prefixOf(&cidr)] = value.Excluded != 0
 	}
