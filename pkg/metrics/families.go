@@ -77,7 +77,7 @@ var series = []counterSeries{
 	{"outbound_captured", connections, []string{"outbound", "captured"}, "the app's `connect()`, on its way to the proxy"},
 	{"proxy_outbound", connections, []string{"outbound", "proxied"}, "the proxy's own, to anything outside the pod"},
 	{"own_address", connections, []string{"outbound", "own_address"}, "the app's, to loopback or one of the pod's own addresses: untouched"},
-	{"capture_failed", connections, []string{"outbound", "failed"}, "could not be marked or bound; does not get past the proxy"},
+	{"capture_failed", connections, []string{"outbound", "failed"}, "could not be marked, bound or steered; does not get past the proxy"},
 	{"proxy_to_app", connections, []string{"inbound", "proxied"}, "the proxy's, to the app, with the client's address"},
 	{"probes_admitted", connections, []string{"inbound", "probe"}, "the host's probes, to the app"},
 	{"bind_failed", connections, []string{"inbound", "failed"}, "accepted, but could not be bound to their device"},

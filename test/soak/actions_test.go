@@ -28,7 +28,12 @@ type action struct {
 	// pod happens to a pod that is in one of the phases, none meaning any.
 	pod    func(s *soak, sl *slot)
 	phases []phase
+	// fills says that it takes an address of the bed's for a new pod.
+	fills bool
 }
+
+// maxFills is how many pods there can be one after another: a bed has addresses for 253.
+const maxFills = 250
 
 func actions() []action {
 	return []action{
@@ -40,8 +45,8 @@ func actions() []action {
 		{name: "kill the agent at work", often: 4, pod: (*soak).killAtWork, phases: []phase{plain, enrolled}},
 		{name: "replace the proxy", often: 2, node: (*soak).replaceProxy},
 		{name: "kill the proxy", often: 2, node: (*soak).killProxy},
-		{name: "replace the namespace", often: 2, pod: (*soak).replaceNamespace, phases: []phase{enrolled}},
-		{name: "remove the namespace", often: 1, pod: (*soak).removeNamespace, phases: []phase{enrolled}},
+		{name: "replace the namespace", often: 2, pod: (*soak).replaceNamespace, phases: []phase{enrolled}, fills: true},
+		{name: "remove the namespace", often: 1, pod: (*soak).removeNamespace, phases: []phase{enrolled}, fills: true},
 		{name: "add and remove an interface", often: 1, pod: (*soak).passingInterface, phases: []phase{plain, enrolled}},
 		{name: "damage", often: 8, pod: (*soak).damage, phases: []phase{enrolled}},
 		{name: "damage while no agent runs", often: 3, pod: (*soak).damageUnseen, phases: []phase{enrolled}},
@@ -57,6 +62,7 @@ func (s *soak) act() {
 	var all []choice
 	for _, a := range actions() {
 		switch {
+		case a.fills && s.filled == maxFills:
 		case a.node != nil:
 			all = append(all, slices.Repeat([]choice{{a, nil}}, a.often)...)
 		default:

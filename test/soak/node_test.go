@@ -49,6 +49,7 @@ type soak struct {
 	proxy   *bed.Proc
 	proxies int
 	slots   []*slot
+	filled  int            // how many pods there have been
 	done    map[string]int // how often each thing has been done
 
 	stop    context.CancelFunc
@@ -381,6 +382,9 @@ func (s *soak) wantNothingLeft() {
 	}
 	if _, err := os.Stat(s.BPFFS); !errors.Is(err, fs.ErrNotExist) {
 		s.fail("%s is there still, %v", s.BPFFS, err)
+	}
+	for _, sl := range s.slots {
+		sl.empty()
 	}
 	if node, err := s.Node.Snapshot(); err != nil || node != s.node {
 		s.fail("the host's namespace is not as it was, %v: %s", err, changes(s.node, node))

@@ -91,6 +91,7 @@ func (sl *slot) fill() {
 	sl.t.Helper()
 	pod, err := sl.Pod(sl.name, bed.PodOptions{})
 	sl.must(err, "make a pod")
+	sl.filled++
 	app, err := pod.ServeApp(appPort, bed.AppOptions{})
 	sl.must(err, "serve an app in "+sl.name)
 	sl.change(func(s *situation) { s.pod, s.app, s.phase, s.epoch = pod, app, plain, s.epoch+1 })
