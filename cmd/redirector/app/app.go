@@ -111,10 +111,12 @@ called wrongly, and then says why in one line on standard error.`,
 	root.CompletionOptions.DisableDefaultCmd = true
 	root.SetHelpCommand(newHelp())
 	for _, cmd := range []*cobra.Command{
-		newAgent(env), newEnroll(env), newUnenroll(env), newPods(env), newStatus(env), newCleanup(env), newVersion(env),
+		newAgent(env), newEnroll(env), newSet(env), newUnenroll(env), newPods(env), newStatus(env), newCleanup(env), newVersion(env),
 		newCNI(), newInstall(env), newUninstall(env),
 	} {
-		cmd.Args = noArgs
+		if cmd.Args == nil {
+			cmd.Args = noArgs
+		}
 		root.AddCommand(cmd)
 	}
 	return root
