@@ -276,7 +276,7 @@ func changes(before, after string) string {
 
 // entriesLeft lists maps that have entries of pods.
 func entriesLeft(bpffs string) (left []string, err error) {
-	for _, name := range []string{"pods", "own_addrs", "counters", "probe_targets", "listeners"} {
+	for _, name := range []string{"pods", "own_addrs", "counters", "probe_targets", "listeners", "exceptions", "cidrs"} {
 		m, err := openMap(bpffs, name)
 		if err != nil {
 			return nil, err
