@@ -34,9 +34,9 @@ const (
 	defaultSystem    = "istio-system"
 	// defaultHealth is where istio-cni's DaemonSet has its readiness probe look.
 	defaultHealth = ":8000"
-	// clientQPS and clientBurst bound the requests to the API server, as istio-cni does: a node that starts writes an annotation
-	// for each of its pods.
-	clientQPS, clientBurst = 80, 160
+	// clientQPS, per second as istio-cni's, and clientBurst bound the requests to the API server but events. A node that starts
+	// writes an annotation for each of its pods, of which clouds allow 250; no more than eight are under way at a time.
+	clientQPS, clientBurst = 80, 300
 	// leaveTimeout bounds how long the agent, when told to stop, asks whether it will come back. Of the 30 s that a pod has to
 	// stop, most is left for cleaning up.
 	leaveTimeout = 5 * time.Second
