@@ -35,10 +35,10 @@ type incident struct {
 // incidents are the counters that no pod counts that behaves, on a node that is in order. docs/events.md lists them.
 var incidents = []incident{
 	{"seal_dropped", ReasonBypass, "A packet that would have opened a connection past the node proxy was dropped on its way out of the pod (%s). " +
-		"The pod uses raw or packet sockets, forwards packets, or runs a process outside of its cgroup. " +
+		"The pod uses raw or packet sockets, forwards packets, runs a process outside of its cgroup, or was about to connect as it was captured. " +
 		"If that is not meant, take CAP_NET_RAW and CAP_NET_ADMIN from its containers."},
 	{"seal_dropped_synack", ReasonBypass, "An answer to a connection that did not come by the node proxy was dropped on its way out of the pod (%s). " +
-		"Something in the pod accepts connections in the node proxy's stead. " +
+		"Something in the pod accepts connections in the node proxy's stead, or was about to as the pod was captured. " +
 		"If that is not meant, take CAP_NET_RAW and CAP_NET_ADMIN from its containers."},
 	{"strays_dropped", ReasonBypass, "A packet for a loopback address was dropped on its way out of the pod (%s). " +
 		"A route or a rule of the pod's own leads it there: see its ip route and ip rule."},
