@@ -74,7 +74,7 @@ func (p *plugin) add(ctx context.Context, pod *kube.Pod) error {
 			IfName:      "eth0",
 			Args: [][2]string{
 				{"IgnoreUnknown", "1"}, {"K8S_POD_NAMESPACE", pod.Object.Namespace}, {"K8S_POD_NAME", pod.Object.Name},
-				{"K8S_POD_UID", pod.UID()},
+				{"K8S_POD_UID", pod.RuntimeUID()},
 			},
 		})
 		return err
@@ -170,7 +170,13 @@ func TestPodsThatStartWhileTheAgentIsAway(t *testing.T) {
 	if err := plugin.add(t.Context(), inMesh); err != nil {
 		t.Errorf("with the agent back: %v", err)
 	}
-	if err := n.only(asks, inMesh); err != nil {
+	// Of a static pod the runtime knows another UID than the API server.
+	static := n.CreatePod(kube.PodOptions{Namespace: "mesh", Name: "static-bed", Static: true})
+	static.Start()
+	if err := plugin.add(t.Context(), static); err != nil {
+		t.Errorf("a static pod: %v", err)
+	}
+	if err := n.only(asks, inMesh, static); err != nil {
 		t.Error(err)
 	}
 	inMesh.SetStatus(corev1.PodRunning, inMesh.IPs()...)
