@@ -35,7 +35,8 @@ KERNEL ?= $(KERNELS)
 RUN ?=
 # Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins, resolvers or proxies, an API server, or
 # many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/vm/cmd/vmmatrix test/mutate test/cni test/resolvers test/proxies test/kube test/podwatch
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/vm/cmd/vmmatrix test/mutate test/cni test/resolvers test/proxies test/kube \
+	test/podwatch test/soak test/scale
 VMFLAGS ?=
 # Besides the committed object, which clang 19 has made, the programs of this compiler have to pass the verifier.
 OTHER_CLANG := clang-16
@@ -60,6 +61,13 @@ demo: root ## Two pods, a node proxy and real traffic in namespaces on this mach
 test: root ## Run all tests on this machine's kernel (root)
 	@hack/install-deps.sh test
 	go test -count=1 -timeout=20m $(TESTFLAGS) $(PKG)
+
+# From a seed that is printed, or SEED=42.
+SOAK ?= 30s
+SEED ?=
+.PHONY: soak
+soak: root ## All that can happen to a node at once, under traffic, for SOAK=30s (root)
+	SOAK='$(SOAK)' SEED='$(SEED)' go test -count=1 -timeout=0 -run='^TestSoak$$' -v ./test/soak
 
 .PHONY: race
 race: root ## The same with the race detector

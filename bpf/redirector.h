@@ -28,6 +28,7 @@
 #define SOL_SOCKET 1
 #define SO_BINDTODEVICE 25
 #define SO_MARK 36
+#define SO_BINDTOIFINDEX 62
 #define EEXIST 17
 
 /* The loopback device has this index in every network namespace. */
@@ -244,7 +245,7 @@ struct pod_counters {
 	__u64 proxy_to_app;         /* the proxy's connect() to the app with the client's address */
 	__u64 proxy_outbound;       /* the proxy's connect() to anything outside the pod */
 	__u64 own_address;          /* connect() to loopback or to one of the pod's own addresses: untouched */
-	__u64 capture_failed;       /* connect() that could not be marked or bound; it does not get past the proxy */
+	__u64 capture_failed;       /* connect() that could not be marked, bound or steered; it goes nowhere */
 	__u64 bind_failed;          /* accepted connections that could not be bound to their device */
 	__u64 probes_admitted;      /* connections of the host's probes to the app */
 	__u64 seal_dropped;         /* packets, not connections: fresh SYNs on their way out past the proxy */

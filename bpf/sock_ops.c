@@ -169,6 +169,23 @@ static __always_inline void on_close(struct bpf_sock_ops *ctx, struct bpf_sock *
 }
 
 /*
+ * An app has accepted a connection. While the steer program is away, for somebody has detached it, a marked SYN finds a
+ * listener of the pod's own on that port, as if it were the server outside; IPv6 has the answer find its way, too. So what is for
+ * none of the pod's addresses is bound to a device that there cannot be: nothing of it is sent any more, and what comes for it is
+ * answered with a RST.
+ */
+static __always_inline void on_accepted_by_app(struct bpf_sock_ops *ctx, __u64 cookie, const union ip_addr *local)
+{
+	int nowhere = 0x7fffffff;
+
+	if (addr_is_own(cookie, local))
+		return;
+	count(cookie, capture_failed);
+	if (bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTOIFINDEX, &nowhere, sizeof(nowhere)))
+		count(cookie, bind_failed);
+}
+
+/*
  * An inbound connection is two in one network namespace: peer to proxy, and proxy to app with the peer's address as source.
  * Their addresses are the same, and the port that the proxy has chosen may well be one that the peer uses too. The stack
  * tells connections with the same addresses and ports apart by the device they are bound to, so these are: the app's to lo,
@@ -181,9 +198,13 @@ static __always_inline void on_accepted(struct bpf_sock_ops *ctx, struct bpf_soc
 	union ip_addr peer, local;
 	__u32 mark = sk->mark & MARK_MASK;
 
-	if (mark != MARK_REPLY && mark != MARK_PROXY)
+	if (mark == MARK_ACCEPT)
 		return;
 	connection_addrs(ctx, &local, &peer);
+	if (mark != MARK_REPLY && mark != MARK_PROXY) {
+		on_accepted_by_app(ctx, cookie, &local);
+		return;
+	}
 	if (!addr_is_own(cookie, &local))
 		return;
 	if (mark == MARK_PROXY) {

@@ -127,7 +127,7 @@ func podWarnings(status *Status, pod *enroll.Pod) []Warning {
 	if c.CaptureFailed > 0 {
 		all = append(all, Warning{
 			Reason:  ReasonCaptureFailed,
-			Message: fmt.Sprintf("connections of the pod or of its proxy could not be marked or bound as they must be, and may have failed (%d)", c.CaptureFailed),
+			Message: fmt.Sprintf("connections of the pod or of its proxy could not be marked, bound or steered as they must be, and may have failed (%d)", c.CaptureFailed),
 			Remedy:  "look for other programs on the cgroup that change socket options, with `bpftool cgroup tree`",
 		})
 	}

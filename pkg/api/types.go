@@ -153,7 +153,7 @@ const (
 	ReasonListenersRejected Reason = "listeners_rejected"
 	// ReasonMarkedListeners: the pod's app listens with a mark of its own.
 	ReasonMarkedListeners Reason = "marked_listeners"
-	// ReasonCaptureFailed: connections of the pod or its proxy could not be marked or bound. They did not get past the proxy.
+	// ReasonCaptureFailed: connections of the pod or its proxy could not be marked, bound or steered. They did not get past the proxy.
 	ReasonCaptureFailed Reason = "capture_failed"
 	// ReasonIdentity: the node does not allow to tell proxies or probes apart as well as was asked for.
 	ReasonIdentity Reason = "identity"

@@ -88,11 +88,28 @@ func (e *Enroller) loadState() (map[string]savedPod, error) {
 	if err := os.MkdirAll(e.StateDir, 0o700); err != nil {
 		return nil, fmt.Errorf("make a directory for what is known of pods: %w", err)
 	}
+	if err := removeHalfWritten(e.StateDir); err != nil {
+		e.Log.Warn("cannot remove what an earlier agent was writing when it was killed", "error", err)
+	}
 	saved, unread, err := readStates(e.StateDir)
 	for _, err := range unread {
 		e.Log.Error("cannot read what is known of a pod: it stays captured, enroll it again", "error", err)
 	}
 	return saved, err
+}
+
+// removeHalfWritten removes what was to become a state file when an agent was killed. Such a file has the name of the one that it was
+// to become between a dot and a number.
+func removeHalfWritten(dir string) error {
+	files, err := filepath.Glob(filepath.Join(dir, ".*"+stateSuffix+"*"))
+	if err != nil {
+		return fmt.Errorf("list them: %w", err)
+	}
+	var errs []error
+	for _, file := range files {
+		errs = append(errs, os.Remove(file))
+	}
+	return errors.Join(errs...)
 }
 
 // readStates reads all state files of this boot in a directory, by UID. unread says which could not be read, and why.

@@ -117,8 +117,7 @@ func TestTheAgentSaysInOneLineWhatTheVerifierRejects(t *testing.T) {
 	if err := spec.LoadAndAssign(&d.maps.RedirectorMaps, nil); err != nil {
 		t.Fatal(err)
 	}
-	defer d.Close()
-	err = d.load(spec)
+	err = errors.Join(d.load(spec), d.Close())
 	if err == nil || !strings.Contains(err.Error(), broken.Name) || strings.Contains(err.Error(), "\n") {
 		t.Errorf("%v, want one line with %s", err, broken.Name)
 	}

@@ -97,9 +97,14 @@ func load(t *testing.T, spec *ebpf.CollectionSpec, name string) verifier.Cost {
 	t.Helper()
 	only := spec.Copy()
 	maps.DeleteFunc(only.Programs, func(other string, _ *ebpf.ProgramSpec) bool { return other != name })
-	loaded, err := ebpf.NewCollectionWithOptions(only, ebpf.CollectionOptions{
-		Programs: ebpf.ProgramOptions{LogLevel: ebpf.LogLevelStats},
-	})
+	with := func(level ebpf.LogLevel) (*ebpf.Collection, error) {
+		return ebpf.NewCollectionWithOptions(only, ebpf.CollectionOptions{Programs: ebpf.ProgramOptions{LogLevel: level}})
+	}
+	loaded, err := with(ebpf.LogLevelStats)
+	if _, ok := errors.AsType[*ebpf.VerifierError](err); ok {
+		// Once more, with a log of every instruction: what led there is before the reason.
+		_, err = with(ebpf.LogLevelInstruction)
+	}
 	if rejected, ok := errors.AsType[*ebpf.VerifierError](err); ok {
 		t.Fatalf("the verifier rejects program %s: %s", name, fmt.Sprintf("%-*v", logTail, rejected))
 	}

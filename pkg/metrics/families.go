@@ -80,7 +80,7 @@ var series = []counterSeries{
 	{"proxy_outbound", connections, []string{"outbound", "proxied"}, "the proxy's own, to anything outside the pod"},
 	{"own_address", connections, []string{"outbound", "own_address"}, "the app's, to loopback or one of the pod's own addresses: untouched"},
 	{"excluded_outbound", connections, []string{"outbound", "excluded"}, "the app's, to a port or range that is excluded: untouched"},
-	{"capture_failed", connections, []string{"outbound", "failed"}, "could not be marked or bound; does not get past the proxy"},
+	{"capture_failed", connections, []string{"outbound", "failed"}, "could not be marked, bound or steered; does not get past the proxy"},
 	{"proxy_to_app", connections, []string{"inbound", "proxied"}, "the proxy's, to the app, with the client's address"},
 	{"probes_admitted", connections, []string{"inbound", "probe"}, "the host's probes, to the app"},
 	{"excluded_inbound", connections, []string{"inbound", "excluded"}, "SYNs of peers to a port that is excluded, to the app"},

@@ -77,7 +77,8 @@ func (b *Bed) Pod(name string, opts PodOptions) (*NS, error) {
 		return nil, fmt.Errorf("no address left for pod %s: a bed has room for %d", name, room)
 	}
 	// A node that routes carries nothing of a family that it has not; one that bridges does.
-	if opts.V6Disabled || !b.nodeV6 && !(b.opts.Bridge && HasIPv6()) {
+	carried := b.nodeV6 || b.opts.Bridge && HasIPv6()
+	if opts.V6Disabled || !carried {
 		opts.V4Only = true
 	}
 	if opts.V4Only && opts.V6Only {

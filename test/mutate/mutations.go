@@ -92,6 +92,19 @@ func mutations() []mutation {
 			name: "mark: foreign marks are not counted at connect", file: sockOps,
 			old: "if (!proxy && (mark", new: "if (0 && (mark", tests: leaves + "the_proxy's_mark$",
 		},
+		{
+			name: "mark: an app may accept what was to go to the proxy", file: sockOps,
+			old: "if (addr_is_own(cookie, local))\n", new: "if (1 || addr_is_own(cookie, local))\n", tests: "TestWithoutItsSteerProgramAPodIsNotItsOwnServer",
+		},
+		{
+			name: "mark: what an app has accepted that was to go to the proxy is counted only", file: sockOps,
+			old: "if (bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTOIFINDEX, &nowhere, sizeof(nowhere)))", new: "if (!nowhere)",
+			tests: "TestWithoutItsSteerProgramAPodIsNotItsOwnServer",
+		},
+		{
+			name: "mark: whatever an app accepts was to go to the proxy", file: sockOps,
+			old: "if (addr_is_own(cookie, local))\n", new: "if (0)\n", tests: "TestWithoutItsSteerProgramAPodIsNotItsOwnServer",
+		},
 		// The proxy's listeners.
 		{
 			name: "listeners: anybody's listener is the proxy's", file: sockOps,

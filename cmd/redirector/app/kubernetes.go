@@ -34,9 +34,9 @@ const (
 	defaultSystem    = "istio-system"
 	// defaultHealth is where istio-cni's DaemonSet has its readiness probe look.
 	defaultHealth = ":8000"
-	// clientQPS and clientBurst bound the requests to the API server, as istio-cni does: a node that starts writes an annotation
-	// for each of its pods.
-	clientQPS, clientBurst = 80, 160
+	// clientQPS, per second as istio-cni's, and clientBurst bound the requests to the API server but events. A node that starts
+	// writes an annotation for each of its pods, of which clouds allow 250; no more than eight are under way at a time.
+	clientQPS, clientBurst = 80, 300
 	// leaveTimeout bounds how long the agent, when told to stop, asks whether it will come back. Of the 30 s that a pod has to
 	// stop, most is left for cleaning up.
 	leaveTimeout = 5 * time.Second
@@ -52,6 +52,8 @@ type kubernetesOptions struct {
 	proc                                string
 	healthAddr                          string
 	installCNI                          bool
+	// cleanUp says that the agent is to clean up when it stops, whoever comes after it.
+	cleanUp bool
 	// gone says that the agent has ended for good, and the node has to be cleaned up.
 	gone bool
 }
@@ -67,6 +69,9 @@ func (o *kubernetesOptions) addFlags(flags *pflag.FlagSet) {
 	addPath(flags, &o.proc, "proc", defaultProc, "the node's /proc")
 	flags.StringVar(&o.healthAddr, "health-addr", "", "address of /healthz and /readyz (default: "+defaultHealth+", none with --standalone)")
 	flags.BoolVar(&o.installCNI, "install-cni", true, "install the CNI plugin and keep it installed; not with --standalone")
+	flags.BoolVar(&o.cleanUp, "disable-safe-upgrade", false, "when the agent stops, clean up as if its DaemonSet were gone, whether or not it is: "+
+		"pods are not captured until the next agent has them; not with --standalone")
+	twin(flags, "disable-safe-upgrade", "AMBIENT_DISABLE_SAFE_UPGRADE")
 	for _, name := range []string{
 		"node-name", "kubeconfig", "system-namespace", "ambient-enablement-selector", "proc", "health-addr", "install-cni",
 	} {
@@ -269,7 +274,10 @@ func (a *kubernetesAgent) leaves(ctx context.Context) bool {
 	ctx = context.WithoutCancel(ctx)
 	asking, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
-	gone, why := podwatch.Uninstalled(asking, a.client, a.opts.podNamespace, a.opts.daemonSet, a.opts.node)
+	gone, why := true, "--disable-safe-upgrade says so"
+	if !a.opts.cleanUp {
+		gone, why = podwatch.Uninstalled(asking, a.client, a.opts.podNamespace, a.opts.daemonSet, a.opts.node)
+	}
 	if !gone {
 		a.log.Info("everything stays for the next agent", "reason", why)
 		return false

@@ -57,9 +57,9 @@ func main() {
 		note(err)
 		powerOff(guest.CodeSetup)
 	}
-	notes = append(notes, mountCgroups(c.Cgroups))
-	// The modules of the tunnel drivers would put a fallback device of each kind into every namespace.
-	notes = append(notes, writeFile("/proc/sys/net/core/fb_tunnels_only_for_init_net", "2"))
+	notes = append(notes, mountCgroups(c.Cgroups),
+		// The modules of the tunnel drivers would put a fallback device of each kind into every namespace.
+		writeFile("/proc/sys/net/core/fb_tunnels_only_for_init_net", "2"))
 	for _, m := range c.Modules {
 		notes = append(notes, loadModule(m))
 	}

@@ -182,7 +182,8 @@ func (o *options) runAll(ctx context.Context, jobs []job, initBin string, rules 
 				c = whole
 			}
 			cells[j.key()] = c
-			if left[j.key()]--; left[j.key()] > 0 {
+			left[j.key()]--
+			if left[j.key()] > 0 {
 				return nil
 			}
 			c.Judge(rules, o.run == "")
