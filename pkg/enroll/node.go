@@ -25,11 +25,10 @@ func (e *Enroller) KeepNode(ctx context.Context) error {
 		healed, err := e.Datapath.Heal()
 		for _, what := range healed {
 			e.Log.Warn("something was missing in the dataplane, and is there again", "what", what)
-		}
-		if len(healed) > 0 {
 			e.mu.Lock()
-			e.repairs[RepairNode] += uint64(len(healed))
+			e.repairs[RepairNode]++
 			e.mu.Unlock()
+			e.ObserveRepair("", RepairNode)
 		}
 		switch {
 		case err == nil:
