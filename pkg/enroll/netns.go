@@ -286,9 +286,9 @@ func (n *podNet) look() (was before, err error) {
 
 // switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was.
 func switchOn(name string) (changed bool, err error) {
-	f, err := os.OpenFile("/proc/sys/"+name, os.O_RDWR, 0)
+	f, err := os.OpenFile(podns.Sysctl(name), os.O_RDWR, 0)
 	if err != nil {
-		return false, fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
+		return false, fmt.Errorf("set a sysctl (is it writable here? name the node's /proc with --proc): %w", err)
 	}
 	defer f.Close()
 	var value [8]byte
@@ -307,7 +307,7 @@ func switchOn(name string) (changed bool, err error) {
 
 // readSysctl and writeSysctl act on the network namespace of the calling thread.
 func readSysctl(name string) (string, error) {
-	b, err := os.ReadFile("/proc/sys/" + name)
+	b, err := os.ReadFile(podns.Sysctl(name))
 	if err != nil {
 		return "", fmt.Errorf("read a sysctl: %w", err)
 	}
@@ -315,8 +315,8 @@ func readSysctl(name string) (string, error) {
 }
 
 func writeSysctl(name, value string) error {
-	if err := os.WriteFile("/proc/sys/"+name, []byte(value), 0); err != nil {
-		return fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
+	if err := os.WriteFile(podns.Sysctl(name), []byte(value), 0); err != nil {
+		return fmt.Errorf("set a sysctl (is it writable here? name the node's /proc with --proc): %w", err)
 	}
 	return nil
 }

@@ -78,7 +78,7 @@ image: {{ ternary (printf "%s@%s" $repository $image.digest) (printf "%s:%s" $re
 pullPolicy: {{ coalesce $image.pullPolicy $v.pullPolicy $global.imagePullPolicy "IfNotPresent" | quote }}
 pullSecrets:
 {{- range concat ($v.imagePullSecrets | default list) ($global.imagePullSecrets | default list) | uniq }}
-- name: {{ ternary .name . (kindIs "map" .) | quote }}
+- name: {{ if kindIs "map" . }}{{ .name | quote }}{{ else }}{{ quote . }}{{ end }}
 {{- else }} []
 {{- end }}
 resources: {{ coalesce $v.resources $global.defaultResources (dict) | toJson }}
