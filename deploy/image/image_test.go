@@ -4,6 +4,7 @@ package main
 
 import (
 	"archive/tar"
+	"bytes"
 	"encoding/json"
 	"io"
 	"io/fs"
@@ -96,7 +97,7 @@ func TestImage(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if want, err := os.ReadFile(file); err != nil || string(want) != string(text) {
+			if want, err := os.ReadFile(file); err != nil || !bytes.Equal(want, text) {
 				t.Errorf("the program is not the one that was given (%v)", err)
 			}
 			if header, err := r.Next(); err != io.EOF {

@@ -64,7 +64,7 @@ func main() {
 // write makes everything in out; programs are ARCH=FILE.
 func write(out, tag, version, commit string, programs []string) error {
 	if out == "" || version == "" || len(programs) == 0 {
-		return errors.New("usage: image -tag NAME:TAG -version VERSION -o DIR ARCH=FILE...")
+		return errors.New("flags or programs are missing: image -tag NAME:TAG -version VERSION -o DIR ARCH=FILE")
 	}
 	ref, err := name.NewTag(tag)
 	if err != nil {
