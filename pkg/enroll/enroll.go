@@ -51,6 +51,9 @@ type Config struct {
 	ObserveEnrolment func(took time.Duration, err error)
 	// ObserveReconcile is told how long each look of Reconcile at all pods took. It may be nil.
 	ObserveReconcile func(took time.Duration)
+	// ObserveRepair is told of each repair, and of which pod by its UID; "": of what all pods share, or of none. It is called while
+	// the pod is being worked on, and must not ask the Enroller for anything. It may be nil.
+	ObserveRepair func(uid string, kind Repair)
 }
 
 // Enroller enrols pods and takes them out again. Its methods may be called from several goroutines; work on one pod never
@@ -117,6 +120,9 @@ func New(c Config) *Enroller {
 	}
 	if c.ObserveReconcile == nil {
 		c.ObserveReconcile = func(time.Duration) {}
+	}
+	if c.ObserveRepair == nil {
+		c.ObserveRepair = func(string, Repair) {}
 	}
 	return &Enroller{Config: c, byUID: map[string]*pod{}, byCookie: map[uint64]*pod{}, repairs: map[Repair]uint64{}, changing: map[string]bool{}}
 }

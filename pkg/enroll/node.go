@@ -29,11 +29,10 @@ func (e *Enroller) KeepNode(ctx context.Context) error {
 		for _, what := range healed {
 			e.Log.Warn("something was missing in the dataplane, and is there again", "what", what)
 			e.journal.Add(journal.Event{Kind: journal.Repaired, What: string(RepairNode), Message: what + " was missing, and is there again"})
-		}
-		if len(healed) > 0 {
 			e.mu.Lock()
-			e.repairs[RepairNode] += uint64(len(healed))
+			e.repairs[RepairNode]++
 			e.mu.Unlock()
+			e.ObserveRepair("", RepairNode)
 		}
 		switch {
 		case err == nil && failing != "":

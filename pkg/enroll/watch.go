@@ -215,4 +215,5 @@ func (e *Enroller) repaired(p *pod, kind Repair) {
 	e.mu.Lock()
 	e.repairs[kind]++
 	e.mu.Unlock()
+	e.ObserveRepair(p.uid, kind)
 }

@@ -142,6 +142,8 @@ var (
 
 // What is noted when it happens.
 var (
+	kubernetesEvents = family(Counter, "redirector_events_total",
+		"Events on pods and on the node that were made for Kubernetes, by reason; docs/events.md says what each means.", "reason")
 	ackDuration = histogram("redirector_zds_ack_duration_seconds",
 		"Time from a request to a node proxy to its answer, by request and outcome.",
 		[]float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, 1, 5}, "request", "outcome")

@@ -9,13 +9,14 @@ import (
 	"text/template"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/podwatch"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
 
 // Markdown is the reference of all metrics, which docs/metrics.md has.
 func Markdown() string {
 	var b strings.Builder
-	err := reference.Execute(&b, map[string]any{
+	err := reference().Execute(&b, map[string]any{
 		"MaxPods":   MaxPods,
 		"PodLabels": code(podLabels),
 		"Families":  families,
@@ -23,6 +24,7 @@ func Markdown() string {
 		"Repairs":   code(enroll.RepairKinds()),
 		"Requests":  code(zds.Requests()),
 		"Outcomes":  code(zds.Outcomes()),
+		"Reasons":   code(podwatch.Reasons()),
 	})
 	if err != nil {
 		return err.Error() // the template is fixed, and a test reads what it makes
@@ -42,21 +44,23 @@ func code[T ~string](words []T) string {
 	return strings.Join(quoted, ", ")
 }
 
-var reference = template.Must(template.New("metrics").Funcs(template.FuncMap{
-	"code": code[string],
-	"selector": func(s counterSeries) string {
-		var pairs []string
-		for i, label := range s.family.Labels {
-			pairs = append(pairs, fmt.Sprintf("%s=%q", label, s.values[i]))
-		}
-		return s.family.Name + "{" + strings.Join(pairs, ",") + "}"
-	},
-	"counter": func(s counterSeries) string { return s.counter },
-	"meaning": func(s counterSeries) string { return s.meaning },
-	"perPod": func(all []*Family) []*Family {
-		return slices.DeleteFunc(slices.Clone(all), func(f *Family) bool { return !f.PerPod })
-	},
-}).Parse(`<!-- Made from pkg/metrics by "go test ./docs -update". Do not edit. -->
+// reference is made when it is needed, which no agent does.
+func reference() *template.Template {
+	return template.Must(template.New("metrics").Funcs(template.FuncMap{
+		"code": code[string],
+		"selector": func(s counterSeries) string {
+			var pairs []string
+			for i, label := range s.family.Labels {
+				pairs = append(pairs, fmt.Sprintf("%s=%q", label, s.values[i]))
+			}
+			return s.family.Name + "{" + strings.Join(pairs, ",") + "}"
+		},
+		"counter": func(s counterSeries) string { return s.counter },
+		"meaning": func(s counterSeries) string { return s.meaning },
+		"perPod": func(all []*Family) []*Family {
+			return slices.DeleteFunc(slices.Clone(all), func(f *Family) bool { return !f.PerPod })
+		},
+	}).Parse(`<!-- Made from pkg/metrics by "go test ./docs -update". Do not edit. -->
 
 # Metrics
 
@@ -95,6 +99,7 @@ connection to a server is counted once as captured, and once more as the proxy's
 
 - ` + "`redirector_repairs_total`" + `, ` + "`kind`" + `: {{.Repairs}}
 - ` + "`redirector_zds_ack_duration_seconds`" + `, ` + "`request`" + `: {{.Requests}}; ` + "`outcome`" + `: {{.Outcomes}}
+- ` + "`redirector_events_total`" + `, ` + "`reason`" + `: {{.Reasons}}: see [events.md](events.md)
 - ` + "`redirector_enrolment_duration_seconds`" + `, ` + "`result`" + `: ` + "`done`, `failed`" + `
 
 ## Per pod
@@ -112,3 +117,4 @@ With ` + "`--pprof`" + ` ($PPROF) the agent serves Go's profiles on ` + "`pprof.
     curl --unix-socket /var/run/redirector/pprof.sock -o heap.pb.gz http://agent/debug/pprof/heap
     go tool pprof heap.pb.gz
 `))
+}

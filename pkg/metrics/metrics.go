@@ -14,6 +14,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
+	"github.com/redirector-dataplane/redirector/pkg/podwatch"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
 
@@ -38,6 +39,7 @@ type Metrics struct {
 	base maps.Counters
 
 	acks, enrolments, steps, reconciles *prometheus.HistogramVec
+	events                              *prometheus.CounterVec
 }
 
 // New returns metrics with nothing in them but durations, and what the Go runtime and the kernel say of this process.
@@ -50,12 +52,17 @@ func New(opts Options) *Metrics {
 		*vec = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: f.Name, Help: f.Help, Buckets: f.buckets}, f.Labels)
 		m.registry.MustRegister(*vec)
 	}
+	m.events = prometheus.NewCounterVec(prometheus.CounterOpts{Name: kubernetesEvents.Name, Help: kubernetesEvents.Help}, kubernetesEvents.Labels)
+	m.registry.MustRegister(m.events)
 	m.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	// What has not happened yet is there with a zero, or the first time would not show as an increase.
 	for _, request := range zds.Requests() {
 		for _, outcome := range zds.Outcomes() {
 			m.acks.WithLabelValues(string(request), string(outcome))
 		}
+	}
+	for _, reason := range podwatch.Reasons() {
+		m.events.WithLabelValues(string(reason))
 	}
 	m.enrolments.WithLabelValues(resultDone)
 	m.enrolments.WithLabelValues(resultFailed)
@@ -107,10 +114,15 @@ func (m *Metrics) ObserveAnswer(request zds.Request, outcome zds.Outcome, took t
 	m.acks.WithLabelValues(string(request), string(outcome)).Observe(took.Seconds())
 }
 
+// ObserveEvent notes an event on a pod or the node; see podwatch.Options.
+func (m *Metrics) ObserveEvent(reason podwatch.Reason) {
+	m.events.WithLabelValues(string(reason)).Inc()
+}
+
 // Describe implements prometheus.Collector.
 func (m *Metrics) Describe(to chan<- *prometheus.Desc) {
 	for _, f := range families {
-		if f.Type != Histogram {
+		if f.Type != Histogram && f != kubernetesEvents {
 			to <- f.desc
 		}
 	}

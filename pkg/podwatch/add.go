@@ -10,7 +10,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
@@ -87,7 +86,7 @@ func (w *Watcher) findPod(ctx context.Context, req cni.AddRequest) (pod *corev1.
 	}
 	ctx, cancel := context.WithTimeout(ctx, getTimeout)
 	defer cancel()
-	pod, err = w.Client.CoreV1().Pods(req.PodNamespace).Get(ctx, req.PodName, metav1.GetOptions{})
+	pod, err = w.Client.Pod(ctx, req.PodNamespace, req.PodName)
 	switch {
 	case apierrors.IsNotFound(err):
 		return nil, false, fmt.Errorf("the API server has no pod %s/%s: it was deleted meanwhile", req.PodNamespace, req.PodName)
@@ -136,7 +135,7 @@ func (w *Watcher) judgeNow(ctx context.Context, pod *corev1.Pod) (Verdict, error
 	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	namespace, err := w.Client.CoreV1().Namespaces().Get(ctx, pod.Namespace, metav1.GetOptions{})
+	namespace, err := w.Client.Namespace(ctx, pod.Namespace)
 	switch {
 	case err == nil:
 		return w.Policy.Judge(pod, namespace), nil

@@ -12,8 +12,6 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/resourceversion"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
@@ -77,7 +75,7 @@ func (w *Watcher) syncStatus(ctx context.Context, uid string) error {
 	have := annotation(pod, w.about(uid).wrote)
 	want, why := w.status(pod, have, time.Now())
 	if want == statusPending && have != statusPending {
-		w.say(pod, reasonPending, fmt.Sprintf("The pod is captured, and nothing of it passes until a node proxy runs for it: %s.", why))
+		w.say(pod, ReasonPending, fmt.Sprintf("The pod is captured, and nothing of it passes until a node proxy runs for it: %s.", why))
 	}
 	if want == have {
 		return nil
@@ -148,8 +146,7 @@ func (w *Watcher) writeStatus(ctx context.Context, pod *corev1.Pod, value string
 	}
 	ctx, cancel := context.WithTimeout(ctx, patchTimeout)
 	defer cancel()
-	pods := w.Client.CoreV1().Pods(pod.Namespace)
-	now, err := pods.Patch(ctx, pod.Name, types.MergePatchType, patch, metav1.PatchOptions{}, "status")
+	now, err := w.Client.PatchPodStatus(ctx, pod.Namespace, pod.Name, patch)
 	switch {
 	case apierrors.IsNotFound(err), apierrors.IsConflict(err):
 		return nil

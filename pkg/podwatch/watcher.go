@@ -17,16 +17,14 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/tools/record"
+	"k8s.io/client-go/util/flowcontrol"
 	"k8s.io/client-go/util/workqueue"
 
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/kubeapi"
 )
 
 const (
@@ -53,9 +51,9 @@ const (
 	byNamespace = cache.NamespaceIndex
 )
 
-// Options are what a Watcher works with. All are needed.
+// Options are what a Watcher works with. All are needed but ObserveEvent.
 type Options struct {
-	Client kubernetes.Interface
+	Client *kubeapi.Client
 	// Node is the node's name.
 	Node     string
 	Policy   Policy
@@ -63,6 +61,8 @@ type Options struct {
 	// RunDir is where the CNI plugin looks for the node's state.
 	RunDir string
 	Log    *slog.Logger
+	// ObserveEvent is told of each event on a pod or the node. It may be nil.
+	ObserveEvent func(Reason)
 }
 
 // Watcher has the pods of a node enrolled and taken out as is wanted of them. It is a cni.Adder.
@@ -80,9 +80,14 @@ type Watcher struct {
 	// stateErr is why the node's state could not be written, "" if it could.
 	stateErr atomic.Pointer[string]
 
-	mu     sync.Mutex
-	known  map[string]*known
-	events record.EventRecorder // nil: nobody to tell yet
+	mu    sync.Mutex
+	known map[string]*known
+	// events are those that are to be sent to the API server.
+	events chan *corev1.Event
+	// node is what is known of what all pods share: its repairs.
+	node known
+	// incidentLimit bounds the events on incidents of all pods.
+	incidentLimit flowcontrol.RateLimiter
 }
 
 // known is what is known of a pod beside what the API server and the kernel know.
@@ -102,31 +107,42 @@ type known struct {
 	// wrote is the annotation that was written last.
 	wrote *written
 	// said are the events about the pod that were the last of their kind.
-	said map[string]said
+	said map[Reason]said
+	// counted is what the pod has counted that is no news, repairs are those that are, and incidents says when an event was made
+	// of each kind.
+	counted   counted
+	repairs   map[enroll.Repair]uint64
+	incidents map[string]time.Time
 }
 
 // New returns a Watcher that does not watch yet.
 func New(opts Options) (*Watcher, error) {
 	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[string]
+	if opts.ObserveEvent == nil {
+		opts.ObserveEvent = func(Reason) {}
+	}
 	w := &Watcher{
 		Options:  opts,
 		queue:    workqueue.NewTypedRateLimitingQueue(limiter(firstRetry, lastRetry)),
 		statuses: workqueue.NewTypedRateLimitingQueue(limiter(firstRetry, lastRetry)),
 		changed:  make(chan struct{}, 1),
 		known:    map[string]*known{},
+		events:   make(chan *corev1.Event, maxEvents),
+
+		incidentLimit: flowcontrol.NewTokenBucketRateLimiter(incidentRate, incidentBurst),
 	}
-	onNode := informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-		o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", opts.Node).String()
+	onNode := opts.Client.WatchPods(fields.OneTermEqualSelector("spec.nodeName", opts.Node).String())
+	w.pods = cache.NewSharedIndexInformer(onNode, &corev1.Pod{}, 0, cache.Indexers{
+		byNamespace: cache.MetaNamespaceIndexFunc,
+		byUID: func(object any) ([]string, error) {
+			pod, ok := object.(*corev1.Pod)
+			if !ok {
+				return nil, fmt.Errorf("%T is no pod", object)
+			}
+			return []string{string(pod.UID)}, nil
+		},
 	})
-	w.pods = informers.NewSharedInformerFactoryWithOptions(opts.Client, 0, onNode).Core().V1().Pods().Informer()
-	w.namespaces = informers.NewSharedInformerFactory(opts.Client, 0).Core().V1().Namespaces().Informer()
-	indexUID := cache.Indexers{byUID: func(object any) ([]string, error) {
-		pod, ok := object.(*corev1.Pod)
-		if !ok {
-			return nil, fmt.Errorf("%T is no pod", object)
-		}
-		return []string{string(pod.UID)}, nil
-	}}
+	w.namespaces = cache.NewSharedIndexInformer(opts.Client.WatchNamespaces(), &corev1.Namespace{}, 0, nil)
 	onPod := cache.ResourceEventHandlerFuncs{
 		AddFunc: w.podChanged,
 		UpdateFunc: func(before, after any) {
@@ -144,7 +160,7 @@ func New(opts Options) (*Watcher, error) {
 	_, errPods := w.pods.AddEventHandler(onPod)
 	_, errNamespaces := w.namespaces.AddEventHandler(onNamespace)
 	errStrip := errors.Join(w.pods.SetTransform(strip), w.namespaces.SetTransform(strip))
-	if err := errors.Join(errStrip, w.pods.AddIndexers(indexUID), errPods, errNamespaces); err != nil {
+	if err := errors.Join(errStrip, errPods, errNamespaces); err != nil {
 		return nil, fmt.Errorf("watch pods and namespaces: %w", err)
 	}
 	return w, nil
@@ -156,10 +172,8 @@ func (w *Watcher) Run(ctx context.Context) error {
 	if err := w.noteEnrolled(); err != nil {
 		return err
 	}
-	stopEvents := w.startEvents()
-	defer stopEvents()
-
 	var group errgroup.Group
+	group.Go(func() error { w.sendEvents(ctx); return nil })
 	group.Go(func() error { w.pods.RunWithContext(ctx); return nil })
 	group.Go(func() error { w.namespaces.RunWithContext(ctx); return nil })
 	context.AfterFunc(ctx, func() {
@@ -184,6 +198,7 @@ func (w *Watcher) Run(ctx context.Context) error {
 		}
 		group.Go(func() error { w.keepStatus(ctx); return nil })
 		group.Go(func() error { w.keepNodeState(ctx); return nil })
+		group.Go(func() error { w.keepIncidents(ctx); return nil })
 		return nil
 	})
 	return group.Wait()
@@ -215,8 +230,9 @@ func (w *Watcher) noteEnrolled() error {
 	if err != nil {
 		return err
 	}
-	for _, pod := range pods {
+	for cookie, pod := range pods {
 		w.update(pod.UID, func(k *known) { k.enrolled = true })
+		w.passOver(pod.UID, cookie)
 	}
 	for _, pod := range named {
 		w.update(pod.UID, func(k *known) { k.enrolled = true })
@@ -230,7 +246,7 @@ func (w *Watcher) update(uid string, change func(k *known)) {
 	defer w.mu.Unlock()
 	k := w.known[uid]
 	if k == nil {
-		k = &known{said: map[string]said{}}
+		k = &known{said: map[Reason]said{}}
 		w.known[uid] = k
 	}
 	change(k)
@@ -401,7 +417,7 @@ func (w *Watcher) exists(ctx context.Context, uid string) (bool, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, goneTimeout)
 	defer cancel()
-	pod, err := w.Client.CoreV1().Pods(have.Namespace).Get(ctx, have.Name, metav1.GetOptions{})
+	pod, err := w.Client.Pod(ctx, have.Namespace, have.Name)
 	switch {
 	case apierrors.IsNotFound(err):
 		return false, nil
@@ -415,13 +431,14 @@ func (w *Watcher) exists(ctx context.Context, uid string) (bool, error) {
 func (w *Watcher) takeOut(ctx context.Context, pod *corev1.Pod, verdict Verdict) error {
 	uid := string(pod.UID)
 	if w.about(uid).enrolled {
+		w.sayIncidents(uid) // its counters go
 		if err := w.Enroller.Unenroll(ctx, uid); err != nil {
 			return err
 		}
 		w.Log.Info("pod is unenrolled", "pod", podName(pod), "uid", uid, "reason", verdict.Reason)
 	}
 	w.update(uid, func(k *known) {
-		*k = known{wasOut: true, wrote: k.wrote, said: k.said}
+		*k = known{wasOut: true, wrote: k.wrote, said: k.said, repairs: k.repairs, incidents: k.incidents}
 	})
 	w.statuses.Add(uid)
 	return nil
@@ -457,7 +474,7 @@ func (w *Watcher) takeIn(ctx context.Context, pod *corev1.Pod, verdict Verdict) 
 	w.statuses.Add(uid)
 	if err != nil {
 		if w.queue.NumRequeues(uid) >= quietTries {
-			w.say(pod, reasonFailed, fmt.Sprintf("The pod cannot be enrolled: %s. It is tried again.", oneLine(err)))
+			w.say(pod, ReasonFailed, fmt.Sprintf("The pod cannot be enrolled: %s. It is tried again.", oneLine(err)))
 		}
 		return err
 	}
@@ -467,7 +484,7 @@ func (w *Watcher) takeIn(ctx context.Context, pod *corev1.Pod, verdict Verdict) 
 	}
 	w.Log.Info("pod is captured", "pod", podName(pod), "uid", uid, "netns", spec.NetNS, "reason", verdict.Reason)
 	if !w.about(uid).wasOut {
-		w.say(pod, reasonLate, "The pod was running before it was captured: "+
+		w.say(pod, ReasonLate, "The pod was running before it was captured: "+
 			"connections that it made until now do not go through the node proxy. Restart the pod if that matters.")
 	}
 	return nil

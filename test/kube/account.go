@@ -5,6 +5,7 @@ package kube
 import (
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 
@@ -14,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 const (
@@ -34,8 +36,9 @@ func agentRules() []rbacv1.PolicyRule {
 	return []rbacv1.PolicyRule{
 		rule("", "pods", "get", "list", "watch"),
 		rule("", "namespaces", "get", "list", "watch"),
+		rule("", "nodes", "get"),
 		rule("", "pods/status", "patch"),
-		rule("", "events", "create", "patch"),
+		rule("", "events", "create"),
 		rule("apps", "daemonsets", "get"),
 	}
 }
@@ -100,6 +103,67 @@ func (c *Cluster) DeleteDaemonSet() {
 	if err := c.Admin.AppsV1().DaemonSets(AgentNamespace).Delete(c.tb.Context(), AgentAccount, metav1.DeleteOptions{}); err != nil {
 		c.tb.Fatal(err)
 	}
+}
+
+// KeepDaemonSet has the agent's DaemonSet stay while it is being deleted, as when its pods are to go first.
+func (c *Cluster) KeepDaemonSet() {
+	c.tb.Helper()
+	c.patchDaemonSet(`{"metadata":{"finalizers":["redirector.test/stays"]}}`)
+}
+
+// SelectNodes has the agent's DaemonSet want its pods on nodes that its pods' spec selects: JSON of nodeSelector, affinity.
+func (c *Cluster) SelectNodes(spec string) {
+	c.tb.Helper()
+	c.patchDaemonSet(`{"spec":{"template":{"spec":` + spec + `}}}`)
+}
+
+func (c *Cluster) patchDaemonSet(patch string) {
+	c.tb.Helper()
+	sets := c.Admin.AppsV1().DaemonSets(AgentNamespace)
+	if _, err := sets.Patch(c.tb.Context(), AgentAccount, types.MergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+		c.tb.Fatal(err)
+	}
+}
+
+// CreateNode makes the object of the node, which the kubelet makes elsewhere.
+func (c *Cluster) CreateNode(labels map[string]string) {
+	c.tb.Helper()
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: NodeName, Labels: labels}}
+	if _, err := c.Admin.CoreV1().Nodes().Create(c.tb.Context(), node, create); err != nil {
+		c.tb.Fatal(err)
+	}
+}
+
+// ForbidAll takes all rights from the agent, and returns when the API server goes by that. Allow gives them back.
+func (c *Cluster) ForbidAll() {
+	c.tb.Helper()
+	c.setRules(nil)
+	for _, r := range agentRules() {
+		c.wantRight(r.Verbs[0], r.APIGroups[0], r.Resources[0], false)
+	}
+}
+
+// DeleteAccount removes the agent's service account, and returns when the API server does not take its token any more, which it
+// remembers for ten seconds.
+func (c *Cluster) DeleteAccount() {
+	c.tb.Helper()
+	ctx := c.tb.Context()
+	if err := c.Admin.CoreV1().ServiceAccounts(AgentNamespace).Delete(ctx, AgentAccount, metav1.DeleteOptions{}); err != nil {
+		c.tb.Fatal(err)
+	}
+	token, err := os.ReadFile(c.path("token"))
+	if err != nil {
+		c.tb.Fatal(err)
+	}
+	c.eventually("the API server does not take the agent's token any more", func() error {
+		review, err := c.Admin.AuthenticationV1().TokenReviews().Create(ctx, &authenticationv1.TokenReview{
+			Spec: authenticationv1.TokenReviewSpec{Token: string(token)},
+		}, create)
+		if err == nil && review.Status.Authenticated {
+			err = errors.New("it does")
+		}
+		return err
+	})
 }
 
 // Forbid takes a right from the agent, and returns when the API server goes by that. The resource may have a subresource,

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -167,19 +168,15 @@ func (n *node) events(p *kube.Pod) []corev1.Event {
 // wantEvent waits for a warning about a pod whose text has all the words.
 func (n *node) wantEvent(p *kube.Pod, reason string, words ...string) {
 	n.t.Helper()
-	n.eventually(fmt.Sprintf("there is a %s event of pod %s", reason, p.Object.Name), func() error {
-		for _, e := range n.events(p) {
-			if e.Reason != reason || e.Type != corev1.EventTypeWarning || e.Source.Component != "redirector" || e.Source.Host != kube.NodeName {
-				continue
+	n.eventually(fmt.Sprintf("there is a %s event of pod %s with %q", reason, p.Object.Name, words), func() error {
+		events := n.events(p)
+		for _, e := range events {
+			if e.Reason == reason && e.Type == corev1.EventTypeWarning && e.Source.Component == "redirector" && e.Source.Host == kube.NodeName &&
+				!slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(e.Message, word) }) {
+				return nil
 			}
-			for _, word := range words {
-				if !strings.Contains(e.Message, word) {
-					return fmt.Errorf("it says %q, and not %q", e.Message, word)
-				}
-			}
-			return nil
 		}
-		return errors.New("there is none")
+		return fmt.Errorf("there are: %s", texts(events))
 	})
 }
 

@@ -75,6 +75,8 @@ type node struct {
 	log   string
 	app   *bed.App // outside of the node
 	count int
+	// whileStopping, if not nil, is called when the agent was told to stop.
+	whileStopping func()
 }
 
 // newNode makes a node without an agent. env is added to the agent's environment.
@@ -169,6 +171,9 @@ func (n *node) stopAgent() {
 	n.t.Helper()
 	if err := n.agent.Signal(unix.SIGTERM); err != nil {
 		n.t.Fatal(err)
+	}
+	if n.whileStopping != nil {
+		n.whileStopping()
 	}
 	ctx, cancel := context.WithTimeout(n.t.Context(), patience)
 	defer cancel()

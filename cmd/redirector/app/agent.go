@@ -257,9 +257,10 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 	enroller := enroll.New(enroll.Config{
 		Datapath: datapath, Proxies: proxies, StateDir: stateDir, Log: log, DNSCapture: o.dnsCapture,
 		Observe: insight.ObserveStep, ObserveEnrolment: insight.ObserveEnrolment, ObserveReconcile: insight.ObserveReconcile,
+		ObserveRepair: kube.repaired,
 	})
 	defer enroller.Close()
-	if err := kube.watch(enroller, o.runDir); err != nil {
+	if err := kube.watch(enroller, o.runDir, insight.ObserveEvent); err != nil {
 		return err
 	}
 	if err := insight.Watch(enroller); err != nil {

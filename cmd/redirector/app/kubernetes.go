@@ -17,7 +17,6 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/validation"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
@@ -25,6 +24,7 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/kubeapi"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 	"github.com/redirector-dataplane/redirector/pkg/podwatch"
 )
@@ -82,7 +82,7 @@ type kubernetesAgent struct {
 	opts      *kubernetesOptions
 	log       *slog.Logger
 	policy    podwatch.Policy
-	client    kubernetes.Interface
+	client    *kubeapi.Client
 	health    podwatch.Health
 	listener  net.Listener   // for health checks; nil: none
 	plugins   net.Listener   // for the CNI plugin; nil: none
@@ -197,7 +197,7 @@ func (a *kubernetesAgent) connect() error {
 	config.UserAgent = "redirector"
 	config.Wrap(a.health.Wrap)
 	klog.SetSlogLogger(a.log)
-	if a.client, err = kubernetes.NewForConfig(config); err != nil {
+	if a.client, err = kubeapi.New(config); err != nil {
 		return usagef("bad --kubeconfig %s: %w", a.opts.kubeconfig, err)
 	}
 	return nil
@@ -213,14 +213,22 @@ func (a *kubernetesAgent) close() {
 }
 
 // watch makes what looks after the pods, without starting it.
-func (a *kubernetesAgent) watch(enroller *enroll.Enroller, runDir string) (err error) {
+func (a *kubernetesAgent) watch(enroller *enroll.Enroller, runDir string, observe func(podwatch.Reason)) (err error) {
 	if a.client == nil {
 		return nil
 	}
 	a.watcher, err = podwatch.New(podwatch.Options{
 		Client: a.client, Node: a.opts.node, Policy: a.policy, Enroller: enroller, RunDir: runDir, Log: a.log,
+		ObserveEvent: observe,
 	})
 	return err
+}
+
+// repaired has a repair said to whoever looks at the pod; see enroll.Config.
+func (a *kubernetesAgent) repaired(uid string, kind enroll.Repair) {
+	if a.watcher != nil {
+		a.watcher.Repaired(uid, kind)
+	}
 }
 
 // serve adds to a group what is done until ctx is done. The pods that were enrolled have been taken over.
@@ -284,7 +292,7 @@ func (a *kubernetesAgent) leaves(ctx context.Context) bool {
 	ctx = context.WithoutCancel(ctx)
 	asking, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
-	gone, why := podwatch.Uninstalled(asking, a.client, a.opts.podNamespace, a.opts.daemonSet)
+	gone, why := podwatch.Uninstalled(asking, a.client, a.opts.podNamespace, a.opts.daemonSet, a.opts.node)
 	if !gone {
 		a.log.Info("everything stays for the next agent", "reason", why)
 		return false
