@@ -121,6 +121,12 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 		return;
 	}
 
+	/* The seal knows them too. */
+	if (is_excluded(cookie, pod, &dst, bpf_ntohl(ctx->remote_port))) {
+		count(cookie, excluded_outbound);
+		return;
+	}
+
 	/* A socket bound to a device takes no route over lo. On failure the SYN leaves as it is, and the seal drops it. */
 	if ((sk->bound_dev_if && bind_to_device(ctx, none)) || set_mark(ctx, mark, MARK_CAPTURE)) {
 		count(cookie, capture_failed);
@@ -195,6 +201,7 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 {
 	__u32 port = ctx->local_port;
 	struct listener_key key = {.netns_cookie = cookie, .port = port};
+	struct socket_verdict *verdict;
 	char none[1] = "";
 	int err = 0;
 	__u32 slot;
@@ -232,13 +239,17 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 		bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
 	}
 	count(cookie, listeners_added);
+	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (verdict)
+		verdict->listens = port;
 
 	/*
 	 * What is accepted for an app's connection speaks to that app alone, over lo. With the proxy's mark its packets would
-	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod.
+	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod. The mark
+	 * is one of its own, for where machines are behind the pod, what is accepted for them takes the pod's own routes.
 	 */
 	if (port == PORT_OUTBOUND)
-		set_mark(ctx, sk->mark, MARK_REPLY);
+		set_mark(ctx, sk->mark, MARK_ACCEPT);
 }
 
 /* redir_mark: marks what leaves an enrolled pod and what the proxy sends to its app, and notes where the proxy listens.

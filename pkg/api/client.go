@@ -58,6 +58,21 @@ func (c *Client) Enroll(ctx context.Context, request EnrollRequest) (enroll.Pod,
 	return pod, err
 }
 
+// Set has settings of an enrolled pod changed, and returns what is so for it then.
+func (c *Client) Set(ctx context.Context, uid string, request SettingsRequest) (enroll.Pod, error) {
+	var pod enroll.Pod
+	path, err := podPath(uid)
+	if err != nil {
+		return pod, err
+	}
+	body, err := json.Marshal(request)
+	if err != nil {
+		return pod, fmt.Errorf("write the request: %w", err)
+	}
+	err = c.do(ctx, http.MethodPost, path+"/settings", body, &pod)
+	return pod, err
+}
+
 // Unenroll has a pod unenrolled. That it is not enrolled is no error.
 func (c *Client) Unenroll(ctx context.Context, uid string) error {
 	path, err := podPath(uid)

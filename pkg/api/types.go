@@ -4,6 +4,8 @@ package api
 
 import (
 	"fmt"
+	gomaps "maps"
+	"slices"
 	"time"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
@@ -21,6 +23,20 @@ type EnrollRequest struct {
 	Wait bool `json:"wait"`
 	// Timeout bounds that wait. It must be positive, and at most MaxTimeout; without Wait it is not looked at.
 	Timeout Duration `json:"timeout"`
+}
+
+// SettingsRequest asks for settings of an enrolled pod to be changed: values as people write them, by the keys of package enroll.
+// Settings that it does not name stay.
+type SettingsRequest map[string]string
+
+// Apply makes the changes, in the order of the keys, so that of several mistakes always the same one is told.
+func (r SettingsRequest) Apply(settings *enroll.Settings) error {
+	for _, key := range slices.Sorted(gomaps.Keys(r)) {
+		if err := settings.Set(key, r[key]); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Duration is a time.Duration that is written as people do in JSON: "10s".

@@ -94,7 +94,10 @@ type pod struct {
 	before before
 	// probed are the addresses under which the host's probes find the pod.
 	probed map[netip.Addr]bool
-	watch  *watch
+	// excepted is what maps exceptions and cidrs are to have of the pod, and reroutes are the interfaces that there are rules for.
+	excepted maps.Exceptions
+	reroutes []string
+	watch    *watch
 	// offered says that the proxy was asked to start anew for the pod, as its listeners could not be found.
 	offered bool
 	// shown is what Pod says of the pod without waiting for the mutex: what was so when it was last released. Nil: nothing.
@@ -213,6 +216,7 @@ func (e *Enroller) capture(spec Spec) error {
 type leftovers struct {
 	ownAddrs map[netip.Addr]int
 	probed   map[netip.Addr]bool
+	excepted maps.Exceptions
 	// captured says that the pod was captured when that agent ended.
 	captured bool
 }
@@ -239,10 +243,11 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		err := e.apply(p)
 		if err != nil {
 			p.spec = old
+			err = errors.Join(err, e.saveState(p))
 		}
 		return errors.Join(err, ns.Close())
 	}
-	p.ns, p.spec, p.ownAddrs, p.probed, p.since = ns, spec, left.ownAddrs, left.probed, since
+	p.ns, p.spec, p.ownAddrs, p.probed, p.excepted, p.since = ns, spec, left.ownAddrs, left.probed, left.excepted, since
 	p.failing, p.lead, p.unused = "", "", 0
 	if left.captured {
 		// An address that is not in the map as the pod's has become another's: it is not new for this one.
@@ -251,7 +256,7 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 	}
 	if err := e.apply(p); err != nil {
 		e.leave(p)
-		p.ns, p.ownAddrs, p.probed = nil, nil, nil
+		p.forget()
 		return errors.Join(err, ns.Close())
 	}
 	if left.captured {
@@ -260,6 +265,11 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		e.happened(p, journal.Enrolled, "", "the pod is captured")
 	}
 	return nil
+}
+
+// forget makes it a pod that is not enrolled. Its namespace is the caller's to close.
+func (p *pod) forget() {
+	p.ns, p.ownAddrs, p.probed, p.excepted = nil, nil, nil, maps.Exceptions{}
 }
 
 // take notes that the pod has the network namespace, and fails if another pod does.
@@ -362,7 +372,10 @@ func (e *Enroller) apply(p *pod) (err error) {
 	})
 	step("own addresses", func() (func() error, error) { return e.applyOwnAddrs(p, n) })
 	for _, family := range families {
-		step("routing "+familyName(family), func() (func() error, error) { return n.addRouting(family) })
+		step("routing "+familyName(family), func() (func() error, error) {
+			p.reroutes, _ = p.rerouted(n)
+			return n.addRouting(family, p.reroutes)
+		})
 	}
 	var changed maps.Restore
 	step("sysctls", func() (func() error, error) {
@@ -387,19 +400,17 @@ func (e *Enroller) apply(p *pod) (err error) {
 		}
 		return func() error { return e.Datapath.DetachSteer(p.uid) }, err
 	})
+	// Before the entry, which has the programs look for them.
+	step("exceptions", func() (func() error, error) { return e.applyExceptions(p, n) })
 	step("map entry", func() (func() error, error) {
-		exit, err := n.exit(p.ownAddrs)
+		exit, err := n.exit(p.spec.IPs, p.ownAddrs)
 		if err != nil {
 			return nil, err
 		}
 		entry := maps.Pod{
 			UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Exit: exit, Restore: p.before.Restore,
-			BypassInbound: p.spec.Settings.BypassInbound,
-			DNSCapture:    e.DNSCapture,
 		}
-		if own := p.spec.Settings.DNSCapture; own != nil {
-			entry.DNSCapture = *own
-		}
+		e.putSettings(p, &entry)
 		entry.Restore.TCPFwmarkAccept = entry.Restore.TCPFwmarkAccept || changed.TCPFwmarkAccept
 		entry.Restore.FwmarkReflect = entry.Restore.FwmarkReflect || changed.FwmarkReflect
 		entry.Restore.FwmarkReflectV6 = entry.Restore.FwmarkReflectV6 || changed.FwmarkReflectV6
@@ -408,7 +419,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		}
 		p.entry, p.ipv6 = entry, n.ipv6
 		if enrolled {
-			return nil, nil
+			return func() error { return e.Datapath.Maps().PutPod(p.ns.Cookie(), known) }, nil
 		}
 		return func() error { return e.Datapath.Maps().DeletePod(p.ns.Cookie()) }, nil
 	})
@@ -592,7 +603,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 	}
 	fault.Point("unenrol: proxies told")
 	p.stopWatch()
-	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed}, p.before); err != nil {
+	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed, excepted: p.excepted}, p.before); err != nil {
 		return err
 	}
 	err := e.removeState(p.uid)
@@ -603,7 +614,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 	e.happened(p, journal.Unenrolled, "", "the pod is captured no more")
 	e.leave(p)
 	err = errors.Join(err, p.ns.Close())
-	p.ns, p.ownAddrs, p.probed = nil, nil, nil
+	p.forget()
 	return err
 }
 
@@ -645,6 +656,7 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	for addr := range left.probed {
 		errs = append(errs, m.DeleteProbeTarget(addr, uid))
 	}
+	errs = append(errs, m.SetExceptions(cookie, left.excepted, maps.Exceptions{}))
 	fault.Point("unenrol: map entries removed")
 	return errors.Join(errs...)
 }

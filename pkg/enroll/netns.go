@@ -21,13 +21,18 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
-// What enrolment adds to a pod's routing. One rule per family sends both local marks (0x112 CAPTURE and 0x111 REPLY of
-// bpf/redirector.h) to a table that delivers everything to this very namespace, by lo.
+// What enrolment adds to a pod's routing. One rule per family sends the local marks (0x112 CAPTURE, 0x111 REPLY and 0x113 ACCEPT
+// of bpf/redirector.h) to a table that delivers everything to this very namespace, by lo. What comes by TCP from machines behind
+// the pod is sent there too, by a rule per interface; and then there is one that has the proxy's answers to them take the pod's
+// main table, as long as they are for no address of the pod's.
 const (
-	ruleMark = 0x110
-	ruleMask = 0xffc
-	// rulePriority comes before any rule that a pod usually has, but for the one of the local table.
-	rulePriority = 1
+	ruleMark   = 0x110
+	ruleMask   = 0xffc
+	acceptMark = 0x113
+	acceptMask = 0xfff
+	// These priorities come before any rule that a pod usually has, but for the one of the local table.
+	acceptPriority = 1
+	rulePriority   = 2
 	// routeProtocol marks our rules and routes as ours: a number that rtnetlink.h leaves to administrators.
 	routeProtocol = 0x72
 	// firstTable is where to look for a routing table that the pod does not use. It is beyond what people choose by hand.
@@ -94,8 +99,9 @@ func (n *podNet) close() {
 	}
 }
 
-// addRouting adds the rule and the route of one family and returns how to undo that: nil if both were there.
-func (n *podNet) addRouting(family int) (undo func() error, err error) {
+// addRouting adds the rules and the route of one family and returns how to undo that: nil if all were there. reroute names the
+// interfaces of machines behind the pod, be they there or not.
+func (n *podNet) addRouting(family int, reroute []string) (undo func() error, err error) {
 	if family == unix.AF_INET6 && !n.ipv6 {
 		return nil, nil
 	}
@@ -121,15 +127,65 @@ func (n *podNet) addRouting(family int) (undo func() error, err error) {
 		return fail(fmt.Errorf("add the %s route to lo in table %d: %w", familyName(family), table, err))
 	}
 
-	rule := localRule(family, table)
-	switch err := n.handle.RuleAdd(rule); {
-	case err == nil:
-		undos.add(func() error { return n.handle.RuleDel(rule) })
-	case errors.Is(err, unix.EEXIST):
-	default:
-		return fail(fmt.Errorf("add the %s rule for marked connections: %w", familyName(family), err))
+	for _, rule := range rules(family, table, reroute) {
+		switch err := n.handle.RuleAdd(rule); {
+		case err == nil:
+			undos.add(func() error { return n.handle.RuleDel(rule) })
+		case errors.Is(err, unix.EEXIST):
+		default:
+			return fail(fmt.Errorf("add the %s rule for %s: %w", familyName(family), about(rule), err))
+		}
 	}
 	return undos.orNil(), nil
+}
+
+// about says what a rule of ours is there for.
+func about(rule *netlink.Rule) string {
+	switch {
+	case rule.IifName != "":
+		return "machines behind " + rule.IifName
+	case rule.Mark == acceptMark:
+		return "answers to machines"
+	default:
+		return "marked connections"
+	}
+}
+
+// ours says whether a rule is one that enrolment adds.
+func ours(rule *netlink.Rule) bool {
+	return rule.Protocol == routeProtocol &&
+		(rule.Mark == ruleMark || rule.Mark == acceptMark || rule.Mark == 0 && rule.IifName != "" && rule.IPProto == unix.IPPROTO_TCP)
+}
+
+// dropRules removes rules of interfaces that are gone and are not to be rerouted. Those of an interface that is there stay when it
+// is to be rerouted no more: connections that the proxy has through it go on.
+func (n *podNet) dropRules(family int, reroute []string) error {
+	if family == unix.AF_INET6 && !n.ipv6 {
+		return nil
+	}
+	return n.removeRules(family, func(r *netlink.Rule) bool {
+		there := func(l netlink.Link) bool { return l.Attrs().Name == r.IifName }
+		return r.IifName != "" && !slices.Contains(reroute, r.IifName) && !slices.ContainsFunc(n.links, there)
+	})
+}
+
+// removeRules removes those of our rules that are to go.
+func (n *podNet) removeRules(family int, goes func(*netlink.Rule) bool) error {
+	list, err := n.handle.RuleList(family)
+	if err != nil {
+		return fmt.Errorf("list the %s rules: %w", familyName(family), err)
+	}
+	var errs []error
+	for _, r := range list {
+		if !ours(&r) || !goes(&r) {
+			continue
+		}
+		r.Family = family
+		if err := n.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, fmt.Errorf("remove the %s rule for %s: %w", familyName(family), about(&r), err))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // findTable returns a routing table with nothing in it but what is ours.
@@ -164,20 +220,7 @@ func (n *podNet) removeRouting(family int) error {
 	if family == unix.AF_INET6 && !n.ipv6 {
 		return nil
 	}
-	rules, err := n.handle.RuleList(family)
-	if err != nil {
-		return fmt.Errorf("list the %s rules: %w", familyName(family), err)
-	}
-	var errs []error
-	for _, r := range rules {
-		if r.Protocol != routeProtocol || r.Mark != ruleMark {
-			continue
-		}
-		r.Family = family
-		if err := n.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
-			errs = append(errs, fmt.Errorf("remove the %s rule for marked connections: %w", familyName(family), err))
-		}
-	}
+	errs := []error{n.removeRules(family, func(*netlink.Rule) bool { return true })}
 	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return errors.Join(append(errs, fmt.Errorf("list the %s routes: %w", familyName(family), err))...)
@@ -210,16 +253,26 @@ func localRoute(family, table int) *netlink.Route {
 	}
 }
 
-func localRule(family, table int) *netlink.Rule {
-	rule := netlink.NewRule()
-	mask := uint32(ruleMask)
-	rule.Family = family
-	rule.Priority = rulePriority
-	rule.Mark = ruleMark
-	rule.Mask = &mask
-	rule.Table = table
-	rule.Protocol = routeProtocol
-	return rule
+// rules are those of one family: the one for marks, and if there are interfaces to reroute, those for machines behind them.
+func rules(family, table int, reroute []string) []*netlink.Rule {
+	rule := func(priority, table int, mark, mask uint32) *netlink.Rule {
+		r := netlink.NewRule()
+		r.Family, r.Priority, r.Table, r.Protocol = family, priority, table, routeProtocol
+		if mark != 0 {
+			r.Mark, r.Mask = mark, &mask
+		}
+		return r
+	}
+	all := []*netlink.Rule{rule(rulePriority, table, ruleMark, ruleMask)}
+	if len(reroute) > 0 {
+		all = append(all, rule(acceptPriority, unix.RT_TABLE_MAIN, acceptMark, acceptMask))
+	}
+	for _, name := range reroute {
+		r := rule(rulePriority, table, 0, 0)
+		r.IifName, r.IPProto = name, unix.IPPROTO_TCP
+		all = append(all, r)
+	}
+	return all
 }
 
 // sysctl is one that carries the mark of a connection between proxy and app to the app's side of it, and what is noted of it.
@@ -370,7 +423,7 @@ func (n *podNet) onlyInterface() string {
 
 // exit is the interface to bind the proxy's connections out to, so that they take no local route: one over which the pod is
 // reached. It is empty if there is no interface, or no route by which something is local that is no address of the pod's.
-func (n *podNet) exit(own map[netip.Addr]int) (string, error) {
+func (n *podNet) exit(ips []netip.Addr, own map[netip.Addr]int) (string, error) {
 	if len(n.links) == 0 {
 		return "", nil
 	}
@@ -383,7 +436,7 @@ func (n *podNet) exit(own map[netip.Addr]int) (string, error) {
 			return "", err
 		}
 		if back {
-			return n.mainLink(own).Attrs().Name, nil
+			return n.mainLink(ips, own).Attrs().Name, nil
 		}
 	}
 	return "", nil
@@ -414,14 +467,45 @@ func (n *podNet) leadsBack(family int, own map[netip.Addr]int) (bool, error) {
 		return false, fmt.Errorf("list the %s rules of %s: %w", familyName(family), n.ns.Path(), err)
 	}
 	return slices.ContainsFunc(rules, func(r netlink.Rule) bool {
+		if r.IifName != "" && r.IifName != "lo" {
+			return false // about what comes in
+		}
 		return ourTable(r.Table) && (r.Mark != ruleMark || r.Mask == nil || *r.Mask != ruleMask)
 	}), nil
 }
 
+// carryNone returns the interfaces that have none of these addresses, and that packets come in by: those that are part of a bridge
+// or a bond, say, come in by that. As long as none has any of the addresses, it is not known which.
+func (n *podNet) carryNone(ips []netip.Addr, own map[netip.Addr]int) []netlink.Link {
+	carry := map[int]bool{}
+	for _, ip := range ips {
+		if index, ok := own[ip.Unmap()]; ok {
+			carry[index] = true
+		}
+	}
+	if len(carry) == 0 {
+		return nil
+	}
+	separate := map[int]bool{0: true}
+	for _, l := range n.links {
+		separate[l.Attrs().Index] = l.Type() == "vrf"
+	}
+	return slices.DeleteFunc(slices.Clone(n.links), func(l netlink.Link) bool {
+		return carry[l.Attrs().Index] || !separate[l.Attrs().MasterIndex]
+	})
+}
+
 func ourTable(table int) bool { return table >= firstTable && table < firstTable+tables }
 
-// mainLink is the interface with the first of the pod's global addresses, or the first of all; there is one.
-func (n *podNet) mainLink(own map[netip.Addr]int) netlink.Link {
+// mainLink is the interface with the addresses that the pod was enrolled with, or with the first of its global ones, or the first
+// of all; there is one.
+func (n *podNet) mainLink(ips []netip.Addr, own map[netip.Addr]int) netlink.Link {
+	for _, ip := range ips {
+		is := func(l netlink.Link) bool { return l.Attrs().Index == own[ip.Unmap()] }
+		if i := slices.IndexFunc(n.links, is); i >= 0 {
+			return n.links[i]
+		}
+	}
 	for _, l := range n.links {
 		for addr, index := range own {
 			if index == l.Attrs().Index && addr.IsGlobalUnicast() {

@@ -163,18 +163,20 @@ type inMaps struct {
 	pods     map[uint64]maps.Pod
 	ownAddrs map[uint64]map[netip.Addr]int
 	targets  map[netip.Addr]maps.ProbeTarget
+	excepted map[uint64]maps.Exceptions
 	counted  map[uint64]bool
 }
 
 func (e *Enroller) readMaps() (*inMaps, error) {
 	m := e.Datapath.Maps()
 	var have inMaps
-	var errs [4]error
+	var errs [5]error
 	// The pods last: one whose entry is not there has none of the others for long.
 	have.ownAddrs, errs[0] = m.OwnAddrs()
 	have.targets, errs[1] = m.ProbeTargets()
 	have.counted, errs[2] = m.Counted()
-	have.pods, errs[3] = m.Pods()
+	have.excepted, errs[3] = m.Exceptions()
+	have.pods, errs[4] = m.Pods()
 	if err := errors.Join(errs[:]...); err != nil {
 		return nil, err
 	}
@@ -201,7 +203,7 @@ func (e *Enroller) repairMaps(p *pod, have *inMaps) error {
 		}
 		errs = append(errs, err)
 	}
-	errs = append(errs, e.repairOwnAddrs(p, have), e.repairTargets(p, have))
+	errs = append(errs, e.repairOwnAddrs(p, have), e.repairTargets(p, have), e.repairExceptions(p, have))
 	return errors.Join(errs...)
 }
 
@@ -328,6 +330,12 @@ func (e *Enroller) removeStale(have *inMaps) {
 		if unknown(target.NetNSCookie) {
 			errs = append(errs, m.DeleteProbeTarget(addr, target.UID))
 			stale[target.NetNSCookie] = true
+		}
+	}
+	for cookie, excepted := range have.excepted {
+		if unknown(cookie) {
+			errs = append(errs, m.SetExceptions(cookie, excepted, maps.Exceptions{}))
+			stale[cookie] = true
 		}
 	}
 	for cookie := range stale {

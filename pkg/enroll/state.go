@@ -241,6 +241,10 @@ func (e *Enroller) leftovers() (func(cookie uint64, uid string) leftovers, error
 	if err != nil {
 		return nil, err
 	}
+	excepted, err := e.Datapath.Maps().Exceptions()
+	if err != nil {
+		return nil, err
+	}
 	probed := map[string]map[netip.Addr]bool{}
 	for addr, target := range targets {
 		if probed[target.UID] == nil {
@@ -248,7 +252,9 @@ func (e *Enroller) leftovers() (func(cookie uint64, uid string) leftovers, error
 		}
 		probed[target.UID][addr] = true
 	}
-	return func(cookie uint64, uid string) leftovers { return leftovers{addrs[cookie], probed[uid], true} }, nil
+	return func(cookie uint64, uid string) leftovers {
+		return leftovers{addrs[cookie], probed[uid], excepted[cookie], true}
+	}, nil
 }
 
 // findNetNS opens a network namespace that is known by its numbers; path is where it used to be.

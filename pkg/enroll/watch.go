@@ -7,6 +7,7 @@ import (
 	"fmt"
 	gomaps "maps"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -99,6 +100,7 @@ const (
 	RepairCounters    Repair = "counters"     // the entry of map counters was missing
 	RepairOwnAddr     Repair = "own-address"  // map own_addrs did not have what the pod's interfaces have
 	RepairProbeTarget Repair = "probe-target" // an address of the pod was missing in map probe_targets
+	RepairException   Repair = "exception"    // maps exceptions or cidrs did not have what the pod's settings say
 	RepairStale       Repair = "stale"        // maps had entries of a network namespace that no pod has
 	RepairNetNS       Repair = "netns"        // the pod's path led to another network namespace, and the pod was enrolled there
 	RepairGone        Repair = "gone"         // nothing led to the pod's network namespace any more, and the pod was removed
@@ -108,7 +110,7 @@ const (
 func RepairKinds() []Repair {
 	return []Repair{
 		RepairSeal, RepairRouting, RepairSysctl, RepairSteer, RepairEntry, RepairCounters, RepairOwnAddr, RepairProbeTarget,
-		RepairStale, RepairNetNS, RepairGone, RepairNode,
+		RepairException, RepairStale, RepairNetNS, RepairGone, RepairNode,
 	}
 }
 
@@ -166,16 +168,24 @@ func (e *Enroller) tryRepair(p *pod) error {
 	undo, err := e.applySeals(p, n, false)
 	done(RepairSeal, undo, err)
 	_, err = e.applyOwnAddrs(p, n)
-	errs = append(errs, err, e.applyInterface(p, n))
+	_, errExceptions := e.applyExceptions(p, n)
+	errs = append(errs, err, errExceptions, e.applyInterface(p, n))
 	if err == nil {
 		_, err = e.applyProbeTargets(p)
 		errs = append(errs, err)
 	}
+	names, _ := p.rerouted(n)
 	for _, family := range families {
-		undo, err = n.addRouting(family)
+		undo, err = n.addRouting(family, names)
+		if !slices.Equal(names, p.reroutes) {
+			undo = nil // rules for interfaces that are new are no repair
+		}
 		done(RepairRouting, undo, err)
+		if len(names) > 0 {
+			errs = append(errs, n.dropRules(family, names))
+		}
 	}
-	p.ipv6 = n.ipv6
+	p.ipv6, p.reroutes = n.ipv6, names
 	errs = append(errs, e.repairSysctls(p, n))
 	return errors.Join(errs...)
 }
@@ -188,15 +198,16 @@ func (e *Enroller) repairSysctls(p *pod, n *podNet) error {
 	return err
 }
 
-// applyInterface tells the programs which interface the pod has, and whether the proxy has to be bound to one, when that has
-// changed.
+// applyInterface tells the programs which interface the pod has, whether the proxy has to be bound to one, and whether there are
+// exceptions to look for, when that has changed.
 func (e *Enroller) applyInterface(p *pod, n *podNet) error {
-	exit, err := n.exit(p.ownAddrs)
+	exit, err := n.exit(p.spec.IPs, p.ownAddrs)
 	if err != nil {
 		return err
 	}
 	entry := p.entry
 	entry.Interface, entry.Exit = n.onlyInterface(), exit
+	e.putSettings(p, &entry)
 	if entry == p.entry {
 		return nil
 	}

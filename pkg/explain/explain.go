@@ -315,16 +315,16 @@ func (w *walk) inbound() {
 	w.pass("own-address", known, "yes")
 
 	const probe = "a probe: of a process of the host's that may, or admitted already?"
-	if isProbe, found := w.probe(); isProbe {
+	isProbe, found := w.probe()
+	if isProbe {
 		if isProxyPort(q.To.Port()) || q.To.Port() == maps.PortHBONE {
 			w.decide("probe", probe, fmt.Sprintf("%s; but port %d is the node proxy's own", found, q.To.Port()), Dropped, 0, "loops_dropped")
 		} else {
 			w.decide("probe", probe, found, ToApp, 0, "probes_admitted")
 		}
 		return
-	} else {
-		w.pass("probe", probe, found)
 	}
+	w.pass("probe", probe, found)
 
 	mesh := fmt.Sprintf("to port %d, the mesh tunnel's?", maps.PortHBONE)
 	if q.To.Port() == maps.PortHBONE {

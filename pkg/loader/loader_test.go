@@ -129,10 +129,10 @@ func TestOpenPinsWhatTheDesignSays(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{
-		"links/connect4", "links/connect6", "links/getpeername4", "links/getpeername6", "links/recvmsg4", "links/recvmsg6",
-		"links/sendmsg4", "links/sendmsg6", "links/setsockopt", "links/sock_create", "links/sock_ops",
-		"maps/admitted", "maps/cgroups", "maps/config", "maps/counters", "maps/dns_bounds", "maps/dns_notes", "maps/layout",
-		"maps/listeners", "maps/own_addrs", "maps/pods", "maps/probe_targets", "maps/sockets", "maps/tail_calls",
+		"links/bind4", "links/bind6", "links/connect4", "links/connect6", "links/getpeername4", "links/getpeername6",
+		"links/recvmsg4", "links/recvmsg6", "links/sendmsg4", "links/sendmsg6", "links/setsockopt", "links/sock_create", "links/sock_ops",
+		"maps/admitted", "maps/cgroups", "maps/cidrs", "maps/config", "maps/counters", "maps/dns_bounds", "maps/dns_notes",
+		"maps/exceptions", "maps/layout", "maps/listeners", "maps/machines", "maps/own_addrs", "maps/pods", "maps/probe_targets", "maps/sockets", "maps/tail_calls",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("pinned are %v, want %v", got, want)

@@ -4,9 +4,11 @@
 // from the C types by bpf2go. What writes to which map:
 //
 //	pods, own_addrs   user space; programs read
+//	exceptions, cidrs user space; programs read
 //	counters          user space makes and removes entries; programs count
 //	listeners         the sock_ops program; user space looks, and clears after a pod has left
 //	admitted          the sock_ops program
+//	machines          the programs of pods
 //	probe_targets     user space; programs read
 //	config, cgroups   user space; programs read
 //	sockets           the cgroup programs; user space, for what the proxy had before these were there
@@ -64,6 +66,7 @@ type Pod struct {
 
 	BypassInbound bool // peers' connections go to the app, not to the proxy
 	DNSCapture    bool // DNS queries go to the proxy
+	HasExceptions bool // there are entries in maps exceptions or cidrs to look for
 }
 
 // Restore names the sysctls that were 0 before enrolment, and that must be 0 again after it.
@@ -85,6 +88,7 @@ func (m *Maps) PutPod(cookie uint64, pod Pod) error {
 		RestoreFwmarkReflectV6: bit(pod.Restore.FwmarkReflectV6),
 		BypassInbound:          bit(pod.BypassInbound),
 		DnsCapture:             bit(pod.DNSCapture),
+		HasExceptions:          bit(pod.HasExceptions),
 	}
 	putString(value.Uid[:], pod.UID)
 	putString(value.Ifname[:], pod.Interface)
@@ -137,6 +141,7 @@ func podOf(value *bpf.RedirectorPod) Pod {
 		},
 		BypassInbound: value.BypassInbound != 0,
 		DNSCapture:    value.DnsCapture != 0,
+		HasExceptions: value.HasExceptions != 0,
 	}
 }
 
@@ -266,9 +271,10 @@ func (m *Maps) PutListener(cookie uint64, port uint16, ipv6 bool, fd int) error 
 	return nil
 }
 
-// NoteProxySocket has a socket count as made by the proxy, as the cgroup program does for those that it sees made.
-func (m *Maps) NoteProxySocket(fd int) error {
-	if err := m.RedirectorMaps.Sockets.Put(int32(fd), bpf.RedirectorSocketVerdict{ByProxy: 1}); err != nil {
+// NoteProxyListener has a socket count as made by the proxy, and as a listener that is steered to, as the programs do for those that
+// they see made.
+func (m *Maps) NoteProxyListener(fd int, port uint16) error {
+	if err := m.RedirectorMaps.Sockets.Put(int32(fd), bpf.RedirectorSocketVerdict{ByProxy: 1, Listens: uint32(port)}); err != nil {
 		return fmt.Errorf("map sockets: note a socket of the proxy: %w", explain(err))
 	}
 	return nil
@@ -641,6 +647,7 @@ func (m *Maps) Usage() ([]Usage, error) {
 	}{
 		{"pods", all.Pods}, {"own_addrs", all.OwnAddrs}, {"listeners", all.Listeners}, {"admitted", all.Admitted},
 		{"counters", all.Counters}, {"probe_targets", all.ProbeTargets}, {"cgroups", all.Cgroups}, {"dns_bounds", all.DnsBounds},
+		{"exceptions", all.Exceptions}, {"cidrs", all.Cidrs}, {"machines", all.Machines},
 	} {
 		n, err := entries(one.bpf)
 		if err != nil {

@@ -52,6 +52,9 @@ var incidents = []incident{
 		"See redirector status on the node, and the agent's log."},
 	{"bind_failed", ReasonSteering, "An accepted connection could not be bound to its device (%s), and may be taken for another with the same addresses and ports. " +
 		"See redirector status on the node, and the agent's log."},
+	{"unowned_dropped", ReasonSteering, "A connection for an address that none of the pod's interfaces has was dropped (%s): " +
+		"something behind the pod made it, or the pod has a route for the address. " +
+		"Name the interface of machines behind the pod in the annotation " + annotationReroute + ", or give the address to an interface."},
 	{"dns_refused", ReasonSteering, "A DNS query could not be sent to the node proxy, and went nowhere (%s): " +
 		"the app's socket is bound to a device and an address, or the kernel had no memory. " +
 		"Have the app bind to one of them, or switch DNS capture off for the pod with the annotation " + annotationDNSCapture + "."},
@@ -79,6 +82,8 @@ var repairTexts = map[enroll.Repair]string{
 	enroll.RepairOwnAddr: "Map own_addrs had not the addresses of the pod, and has them again (%s): " +
 		"something with root's rights on the node changes BPF maps. Look for it on the node.",
 	enroll.RepairProbeTarget: "Map probe_targets had not the addresses of the pod, and has them again (%s): " +
+		"something with root's rights on the node changes BPF maps. Look for it on the node.",
+	enroll.RepairException: "Map exceptions or cidrs had not what the pod's settings say, and has it again (%s): " +
 		"something with root's rights on the node changes BPF maps. Look for it on the node.",
 	enroll.RepairNode: "A program or a pin that all pods of the node share was missing, and is there again (%s): " +
 		"something with root's rights on the node detaches BPF programs or removes their pins. Look for it on the node.",

@@ -396,6 +396,16 @@ func addRoute(h *netlink.Handle, link string, dst netip.Prefix, gateway netip.Ad
 	return nil
 }
 
+// WaitUp waits until a link that somebody has made in the namespace is usable, with the IPv6 addresses that it has.
+func (n *NS) WaitUp(link string) error {
+	h, err := n.Handle()
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	return waitUp(h, link, true)
+}
+
 // waitUp waits until the link has a carrier and the kernel has done all that it does for its IPv6 addresses behind
 // the scenes: the link-local one that comes with the carrier, and the local route of each, without which nothing is
 // received. A link without IPv6 has v6 false.

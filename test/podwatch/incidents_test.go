@@ -132,11 +132,12 @@ func TestEachCounterThatIsAnIncidentMakesOneEvent(t *testing.T) {
 		HboneNoListener: 3, ProxyToApp: 3, ProxyOutbound: 3, OwnAddress: 3, CaptureFailed: 3, BindFailed: 3, ProbesAdmitted: 3,
 		SealDropped: 3, SealDroppedSynack: 3, LoopsDropped: 3, ForeignMarks: 3, RawBypassRefused: 3, ListenersAdded: 3,
 		ListenersRejected: 3, UnboundListeners: 3, MarkedListeners: 3, DnsCaptured: 3, DnsRefused: 3, StraysDropped: 3,
+		ExcludedOutbound: 3, ExcludedInbound: 3, BypassedInbound: 3, Rerouted: 3, SealExcluded: 3, UnownedDropped: 3,
 	}
 	if err := pinned.Update(bpf.RedirectorNetnsKey{NetnsCookie: p.NS.Cookie}, perCPU, ebpf.UpdateExist); err != nil {
 		t.Fatal(err)
 	}
-	want := map[string]int{"BypassBlocked": 6, "SteeringFailed": 5}
+	want := map[string]int{"BypassBlocked": 6, "SteeringFailed": 6}
 	n.eventually("each has its event", func() error {
 		have := map[string]int{}
 		for _, e := range n.events(p) {

@@ -118,8 +118,8 @@ called wrongly, and then says why in one line on standard error.`,
 	root.CompletionOptions.DisableDefaultCmd = true
 	root.SetHelpCommand(newHelp())
 	for _, cmd := range []*cobra.Command{
-		newAgent(env), newEnroll(env), newUnenroll(env), newPods(env), newPod(env), newStatus(env), newExplain(env), newCleanup(env),
-		newVersion(env), newCNI(), newInstall(env), newUninstall(env), newCompletion(env),
+		newAgent(env), newEnroll(env), newSet(env), newUnenroll(env), newPods(env), newPod(env), newStatus(env), newExplain(env),
+		newCleanup(env), newVersion(env), newCNI(), newInstall(env), newUninstall(env), newCompletion(env),
 	} {
 		if cmd.Args == nil {
 			cmd.Args = noArgs

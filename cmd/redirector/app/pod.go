@@ -71,7 +71,7 @@ func writePod(w io.Writer, s style, p *api.Inspection, now time.Time) error {
 		{"service account", p.ServiceAccount},
 		{"network namespace", fmt.Sprintf("%s (inode %d, cookie %d)", p.NetNS, p.NetNSInode, p.NetNSCookie)},
 		{"addresses", addresses(&p.Pod)},
-		{"settings", settings(&p.Pod)},
+		{"settings", settingWords(&p.Pod)},
 		{"proxy listeners", listeners(&p.Pod)},
 	} {
 		fmt.Fprintf(tw, "%s\t%s\n", line.name, line.value)

@@ -47,7 +47,7 @@ are named, that are in a state or a namespace, or of which packets were dropped.
   CAPTURED         connections of the pod's apps, taken to the node proxy
   IN               connections of others to the pod, handed to the node proxy
   PROBE            probes of the host's processes, let through to the pod's apps
-  DNS              DNS queries, sent to the node proxy
+  DNS              queries to DNS servers, sent to the node proxy
   DROPPED          packets that were dropped, because no node proxy listened or because they would have
                    left past it
 
@@ -146,14 +146,14 @@ func writePods(w io.Writer, s style, pods []enroll.Pod, wide bool, now time.Time
 		if wide {
 			more = fmt.Sprintf("\t%s\t%s\t%d\t%s", p.UID, listeners(p), c.ProxyToApp, p.NetNS)
 		}
-		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d\t%d%s\n", p, s.state(p.State), age(now.Sub(p.Since)), addresses(p), settings(p),
+		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d\t%d%s\n", p, s.state(p.State), age(now.Sub(p.Since)), addresses(p), settingWords(p),
 			c.OutboundCaptured, c.InboundSteered+c.HboneSteered, c.ProbesAdmitted, c.DnsCaptured, dropped(c), more)
 	}
 	return tw.Flush()
 }
 
-// settings names what is switched on for the pod.
-func settings(p *enroll.Pod) string {
+// settingWords names what is switched on for the pod.
+func settingWords(p *enroll.Pod) string {
 	var on []string
 	if p.DNSCapture {
 		on = append(on, "dns")
