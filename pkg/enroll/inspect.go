@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/cilium/ebpf"
+	"github.com/vishvananda/netlink"
 
 	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/pkg/journal"
@@ -204,7 +205,7 @@ func (l *inspector) entries() error {
 		Kind: ObjectMapEntry, Name: bpf.RedirectorMapCounters, ID: mapID(m.RedirectorMaps.Counters), OK: err == nil,
 		Want: "present", Have: present(err == nil), Show: l.lookUp(bpf.RedirectorMapCounters, bytes64(cookie)),
 	})
-	return errors.Join(l.ownAddrs(), l.probeTargets())
+	return errors.Join(l.ownAddrs(), l.probeTargets(), l.exceptions())
 }
 
 func entryText(p *maps.Pod) string {
@@ -284,6 +285,29 @@ func (l *inspector) probeTargets() error {
 	return nil
 }
 
+// exceptions looks at what the pod has its own way.
+func (l *inspector) exceptions() error {
+	m := l.e.Datapath.Maps()
+	all, err := m.Exceptions()
+	if err != nil {
+		return err
+	}
+	want, have := l.p.excepted, all[l.p.ns.Cookie()]
+	count := func(e maps.Exceptions) string {
+		return fmt.Sprintf("%d ports and interfaces, %d ranges", len(e.Values), len(e.CIDRs))
+	}
+	o := Object{
+		Kind: ObjectMapEntry, Name: bpf.RedirectorMapExceptions + ", " + bpf.RedirectorMapCidrs, ID: mapID(m.RedirectorMaps.Exceptions),
+		OK: have.Equal(want), Want: count(want), Have: count(have),
+		Show: "bpftool map dump pinned " + shellWord(l.e.Datapath.PinOfMap(bpf.RedirectorMapExceptions)),
+	}
+	if !o.OK && o.Have == o.Want {
+		o.Have += ", but others"
+	}
+	l.add(o)
+	return nil
+}
+
 // listenerNames say what the proxy's ports are for.
 var listenerNames = []struct {
 	port uint16
@@ -345,40 +369,67 @@ func (l *inspector) programs() error {
 	return nil
 }
 
-// routing looks at the rules and routes that lead marked connections to lo.
+// routing looks at the rules and routes that lead marked connections to lo, and those of machines behind the pod.
 func (l *inspector) routing() error {
 	for _, family := range families {
-		if familyName(family) == "IPv6" && !l.n.ipv6 {
-			continue
-		}
-		flag := "-4"
-		if familyName(family) == "IPv6" {
+		name, flag := familyName(family), "-4"
+		if name == "IPv6" {
+			if !l.n.ipv6 {
+				continue
+			}
 			flag = "-6"
 		}
-		table, rule, route, err := l.n.findRouting(family)
+		table, err := l.n.findTable(family)
 		if err != nil {
 			return err
 		}
-		l.add(Object{
-			Kind: ObjectRule, Name: familyName(family) + " fwmark 0x110/0xffc", OK: rule, Want: "present", Have: present(rule),
-			Show: l.inNetNS("ip " + flag + " rule show fwmark 0x110/0xffc"),
-		})
-		if familyName(family) == "IPv6" && !l.n.ipv6Lo {
-			continue // there can be none
+		have, err := l.n.handle.RuleList(family)
+		if err != nil {
+			return fmt.Errorf("list the %s rules: %w", name, err)
 		}
+		for _, want := range rules(family, table, l.p.reroutes) {
+			there := slices.ContainsFunc(have, func(r netlink.Rule) bool { return sameRule(&r, want) })
+			l.add(Object{
+				Kind: ObjectRule, Name: name + " for " + about(want), OK: there, Want: "present", Have: present(there),
+				Show: l.inNetNS("ip " + flag + " rule"),
+			})
+		}
+		if name == "IPv6" && !l.n.ipv6Lo {
+			continue // there can be no route
+		}
+		routes, err := l.n.routesIn(family, table)
+		if err != nil {
+			return err
+		}
+		want := localRoute(family, table)
+		there := slices.ContainsFunc(routes, func(r netlink.Route) bool {
+			return r.Protocol == want.Protocol && r.Type == want.Type && r.LinkIndex == want.LinkIndex
+		})
 		l.add(Object{
-			Kind: ObjectRoute, Name: familyName(family) + " local default dev lo", OK: route, Want: "present", Have: present(route),
+			Kind: ObjectRoute, Name: name + " local default dev lo", OK: there, Want: "present", Have: present(there),
 			Show: l.inNetNS(fmt.Sprintf("ip %s route show table %d", flag, table)),
 		})
 	}
 	return nil
 }
 
+// sameRule says whether a rule that is there is the one wanted.
+func sameRule(have, want *netlink.Rule) bool {
+	mask := func(r *netlink.Rule) uint32 {
+		if r.Mask == nil {
+			return 0
+		}
+		return *r.Mask
+	}
+	return have.Priority == want.Priority && have.Mark == want.Mark && mask(have) == mask(want) && have.Table == want.Table &&
+		have.IifName == want.IifName && have.Protocol == want.Protocol
+}
+
 // sysctls reads those that carry the mark of a connection to the app's side of it.
 func (l *inspector) sysctls() error {
 	var unused maps.Restore
 	return l.p.ns.Do(func() error {
-		for _, s := range l.n.sysctls(&unused) {
+		for _, s := range sysctls(l.n.ipv6, &unused) {
 			value, err := readSysctl(s.name)
 			if err != nil {
 				return err
@@ -390,31 +441,4 @@ func (l *inspector) sysctls() error {
 		}
 		return nil
 	})
-}
-
-// findRouting says which table leads to lo, and whether the rule and the route are there.
-func (n *podNet) findRouting(family int) (table int, rule, route bool, err error) {
-	table, err = n.findTable(family)
-	if err != nil {
-		return 0, false, false, err
-	}
-	rules, err := n.handle.RuleList(family)
-	if err != nil {
-		return 0, false, false, fmt.Errorf("list the %s rules: %w", familyName(family), err)
-	}
-	for _, r := range rules {
-		if r.Mark == ruleMark && r.Mask != nil && *r.Mask == ruleMask && r.Priority == rulePriority && ourTable(r.Table) {
-			table, rule = r.Table, true
-		}
-	}
-	routes, err := n.routesIn(family, table)
-	if err != nil {
-		return 0, false, false, err
-	}
-	for _, r := range routes {
-		if r.Protocol == routeProtocol && r.Type == localRoute(family, table).Type && r.LinkIndex == localRoute(family, table).LinkIndex {
-			route = true
-		}
-	}
-	return table, rule, route, nil
 }

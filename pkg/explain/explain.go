@@ -58,6 +58,8 @@ type Query struct {
 	Protocol Protocol
 	// By is who connects; if empty, it is the app for a source of the pod's own, and a peer for any other.
 	By Maker
+	// Interface is the index of the interface of the pod that an inbound connection comes by; 0: one by which nothing is rerouted.
+	Interface uint32
 }
 
 // Verdict is what becomes of a connection.
@@ -109,6 +111,8 @@ type Answer struct {
 type Maps interface {
 	Pod(cookie uint64) (maps.Pod, error)
 	OwnAddr(cookie uint64, addr netip.Addr) (ifindex int, err error)
+	HasException(cookie uint64, e maps.Exception) (bool, error)
+	IsExcluded(cookie uint64, addr netip.Addr) (bool, error)
 	HasListener(cookie uint64, port uint16) (bool, error)
 	Config() (maps.Config, error)
 	ProbeTargetOf(addr netip.Addr) (maps.ProbeTarget, error)
@@ -282,8 +286,86 @@ func (w *walk) outbound() {
 		return
 	}
 	w.pass("proxy", proxy, "no, an app's")
+	if w.excluded() {
+		return
+	}
 	w.toListener("captured", "everything else", fmt.Sprintf("captured: it goes to the node proxy, port %d", maps.PortOutbound),
 		maps.PortOutbound, "outbound_captured", "outbound_no_listener")
+}
+
+// excluded is is_excluded() of bpf/redirector.h, and decides if it is so.
+func (w *walk) excluded() bool {
+	const text = "to a port or a range of addresses that is excluded for the pod?"
+	if !w.pod.HasExceptions {
+		w.pass("excluded", text, "no: nothing is")
+		return false
+	}
+	q := &w.q
+	port, err := w.m.HasException(q.Cookie, maps.Exception{Kind: maps.ExceptionOutboundPort, Value: uint32(q.To.Port())})
+	w.fail(err)
+	addr, err := w.m.IsExcluded(q.Cookie, q.To.Addr())
+	w.fail(err)
+	switch {
+	case port:
+		w.decide("excluded", text, fmt.Sprintf("yes, port %d: it leaves, past the seal", q.To.Port()), Out, 0, "excluded_outbound")
+	case addr:
+		w.decide("excluded", text, fmt.Sprintf("yes, %s: it leaves, past the seal", q.To.Addr()), Out, 0, "excluded_outbound")
+	default:
+		w.pass("excluded", text, fmt.Sprintf("no: neither port %d nor %s", q.To.Port(), q.To.Addr()))
+	}
+	return port || addr
+}
+
+// rerouted decides for connections of machines behind the pod.
+func (w *walk) rerouted() bool {
+	const text = "by an interface with machines behind it, whose connections are the pod's?"
+	q := &w.q
+	is := false
+	if w.pod.HasExceptions && q.Interface != 0 {
+		var err error
+		is, err = w.m.HasException(q.Cookie, maps.Exception{Kind: maps.ExceptionInterface, Value: q.Interface})
+		w.fail(err)
+	}
+	switch {
+	case !is && q.Interface == 0:
+		w.pass("rerouted", text, "no, as far as is said")
+	case !is:
+		w.pass("rerouted", text, fmt.Sprintf("no: interface %d is not among them", q.Interface))
+	case w.own(q.To.Addr()) && (isProxyPort(q.To.Port()) || q.To.Port() == maps.PortHBONE):
+		w.decide("rerouted", text, fmt.Sprintf("yes, but port %d is the node proxy's own", q.To.Port()), Dropped, 0, "loops_dropped")
+	default:
+		w.toListener("rerouted", text, fmt.Sprintf("yes: it goes to the node proxy, port %d", maps.PortOutbound), maps.PortOutbound,
+			"rerouted", "outbound_no_listener")
+	}
+	return is
+}
+
+// asked decides for connections that the pod asks for: is_left_to_app() of bpf/redirector.h.
+func (w *walk) asked() bool {
+	const text = "does the pod ask for its inbound connections, or for those to this port?"
+	q := &w.q
+	proxys := isProxyPort(q.To.Port())
+	excluded := false
+	if w.pod.HasExceptions {
+		var err error
+		excluded, err = w.m.HasException(q.Cookie, maps.Exception{Kind: maps.ExceptionInboundPort, Value: uint32(q.To.Port())})
+		w.fail(err)
+	}
+	switch {
+	case q.To.Port() == maps.PortHBONE:
+		w.pass("asked", text, "no: the mesh tunnel ends at the node proxy, whatever it asks for")
+		return false
+	case w.pod.BypassInbound && proxys:
+		w.decide("asked", text, fmt.Sprintf("yes, but port %d is the node proxy's own", q.To.Port()), Dropped, 0, "loops_dropped")
+	case w.pod.BypassInbound:
+		w.decide("asked", text, "yes, for all (bypass-inbound)", ToApp, 0, "bypassed_inbound")
+	case excluded && !proxys:
+		w.decide("asked", text, fmt.Sprintf("yes, for port %d (exclude-inbound-ports)", q.To.Port()), ToApp, 0, "excluded_inbound")
+	default:
+		w.pass("asked", text, "no")
+		return false
+	}
+	return true
 }
 
 // inbound is what redir_steer decides of a SYN that has come by an interface, and the programs on the host before it.
@@ -306,10 +388,13 @@ func (w *walk) inbound() {
 		return
 	}
 	w.pass("from-itself", self, "no")
+	if w.rerouted() {
+		return
+	}
 
 	const known = "for one of the pod's own addresses?"
 	if !w.own(q.To.Addr()) {
-		w.decide("own-address", known, fmt.Sprintf("no: %s is not in map own_addrs for the pod", q.To.Addr()), Dropped, 0, "loops_dropped")
+		w.decide("own-address", known, fmt.Sprintf("no: %s is not in map own_addrs for the pod", q.To.Addr()), Dropped, 0, "unowned_dropped")
 		return
 	}
 	w.pass("own-address", known, "yes")
@@ -325,6 +410,9 @@ func (w *walk) inbound() {
 		return
 	}
 	w.pass("probe", probe, found)
+	if w.asked() {
+		return
+	}
 
 	mesh := fmt.Sprintf("to port %d, the mesh tunnel's?", maps.PortHBONE)
 	if q.To.Port() == maps.PortHBONE {

@@ -116,13 +116,10 @@ func (m *Maps) DeletePod(cookie uint64) error {
 // Pods returns all entries by netns cookie.
 func (m *Maps) Pods() (map[uint64]Pod, error) {
 	all := map[uint64]Pod{}
-	var key bpf.RedirectorNetnsKey
-	var value bpf.RedirectorPod
-	it := m.RedirectorMaps.Pods.Iterate()
-	for it.Next(&key, &value) {
-		all[key.NetnsCookie] = podOf(&value)
-	}
-	if err := it.Err(); err != nil {
+	err := each(m.RedirectorMaps.Pods, func(key *bpf.RedirectorNetnsKey, value *bpf.RedirectorPod) {
+		all[key.NetnsCookie] = podOf(value)
+	})
+	if err != nil {
 		return nil, fmt.Errorf("map pods: iterate: %w", err)
 	}
 	return all, nil
@@ -181,16 +178,13 @@ func (m *Maps) DeleteOwnAddr(cookie uint64, addr netip.Addr) error {
 // through the whole map.
 func (m *Maps) OwnAddrs() (map[uint64]map[netip.Addr]int, error) {
 	all := map[uint64]map[netip.Addr]int{}
-	var key bpf.RedirectorOwnAddrKey
-	var value bpf.RedirectorOwnAddr
-	it := m.RedirectorMaps.OwnAddrs.Iterate()
-	for it.Next(&key, &value) {
+	err := each(m.RedirectorMaps.OwnAddrs, func(key *bpf.RedirectorOwnAddrKey, value *bpf.RedirectorOwnAddr) {
 		if all[key.NetnsCookie] == nil {
 			all[key.NetnsCookie] = map[netip.Addr]int{}
 		}
 		all[key.NetnsCookie][netip.AddrFrom16(key.Addr).Unmap()] = int(value.Ifindex)
-	}
-	if err := it.Err(); err != nil {
+	})
+	if err != nil {
 		return nil, fmt.Errorf("map own_addrs: iterate: %w", err)
 	}
 	return all, nil
@@ -428,13 +422,10 @@ func (m *Maps) DeleteProbeTarget(addr netip.Addr, uid string) error {
 // ProbeTargets returns all addresses that probes may be for.
 func (m *Maps) ProbeTargets() (map[netip.Addr]ProbeTarget, error) {
 	all := map[netip.Addr]ProbeTarget{}
-	var key bpf.RedirectorProbeTargetKey
-	var value bpf.RedirectorProbeTarget
-	it := m.RedirectorMaps.ProbeTargets.Iterate()
-	for it.Next(&key, &value) {
+	err := each(m.RedirectorMaps.ProbeTargets, func(key *bpf.RedirectorProbeTargetKey, value *bpf.RedirectorProbeTarget) {
 		all[netip.AddrFrom16(key.Addr).Unmap()] = ProbeTarget{value.NetnsCookie, stringOf(value.Uid[:])}
-	}
-	if err := it.Err(); err != nil {
+	})
+	if err != nil {
 		return nil, fmt.Errorf("map probe_targets: iterate: %w", err)
 	}
 	return all, nil
@@ -665,6 +656,24 @@ func Evicts(name string) bool {
 
 // entriesAtOnce is how many entries are fetched with one system call. A bucket of a hash map must fit.
 const entriesAtOnce = 256
+
+// each calls do with all entries of a hash map.
+func each[K, V any](m *ebpf.Map, do func(*K, *V)) error {
+	keys, values := make([]K, entriesAtOnce), make([]V, entriesAtOnce)
+	var cursor ebpf.MapBatchCursor
+	for {
+		got, err := m.BatchLookup(&cursor, keys, values, nil)
+		for i := range got {
+			do(&keys[i], &values[i])
+		}
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			return nil // that was all
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
 
 func entries(m *ebpf.Map) (int, error) {
 	if kind := m.Type(); kind != ebpf.Hash && kind != ebpf.LRUHash {

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/explain"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -40,6 +41,48 @@ func TestExplainSaysWhatHappens(t *testing.T) {
 		}
 	})
 
+	// What the pod has its own way.
+	eachFamily(t, func(t *testing.T, family string) {
+		outside, own := addr(n.Outside, family), addr(pod, family)
+		to := func(port uint16) explain.Query { return explain.Query{To: netip.AddrPortFrom(outside, port)} }
+		from := func(port uint16) explain.Query {
+			return explain.Query{From: netip.AddrPortFrom(outside, 0), To: netip.AddrPortFrom(own, port)}
+		}
+		wide, _ := outside.Prefix(24)
+		for _, c := range []struct {
+			setting api.SettingsRequest
+			cases   []explained
+		}{
+			{api.SettingsRequest{"exclude-outbound-ports": "8080"}, []explained{
+				n.tcp("to an excluded port", pod, to(8080)), n.tcp("to itself, on an excluded port", pod, explain.Query{To: netip.AddrPortFrom(own, 8080)}),
+			}},
+			{api.SettingsRequest{"exclude-outbound-cidrs": wide.String()}, []explained{n.tcp("to an excluded range", pod, to(8080))}},
+			{api.SettingsRequest{"exclude-outbound-cidrs": wide.String() + ",!" + netip.PrefixFrom(outside, outside.BitLen()).String()}, []explained{
+				n.tcp("to a part of a range that is not", pod, to(8080)),
+			}},
+			{api.SettingsRequest{"exclude-inbound-ports": "8080"}, []explained{
+				n.tcp("of a peer to an excluded port", n.Outside, from(8080)), n.tcp("of a peer to another", n.Outside, from(8099)),
+			}},
+			{api.SettingsRequest{"bypass-inbound": "true"}, []explained{
+				n.tcp("of a peer, bypassed", n.Outside, from(8080)), n.tcp("of a peer to the mesh's port, bypassed", n.Outside, from(maps.PortHBONE)),
+				n.tcp("of a peer to the proxy's port, bypassed", n.Outside, from(maps.PortInbound)),
+				n.tcp("to another of a bypassed pod", pod, to(8080)),
+			}},
+			{api.SettingsRequest{"dns-capture": "false"}, []explained{
+				n.dnsOverUDP("a DNS query that is not captured", pod, netip.AddrPortFrom(outside, 53), family),
+				n.dnsOverTCP("a DNS query by TCP that is not", pod, netip.AddrPortFrom(outside, 53), family),
+			}},
+		} {
+			n.change(pod, c.setting)
+			for _, each := range c.cases {
+				t.Run(each.name, func(t *testing.T) { n.compare(t, pod, each) })
+			}
+			n.change(pod, api.SettingsRequest{
+				"exclude-outbound-ports": "", "exclude-outbound-cidrs": "", "exclude-inbound-ports": "", "bypass-inbound": "false", "dns-capture": "default",
+			})
+		}
+	})
+
 	// Without a proxy the same goes nowhere.
 	if err := n.proxy.Kill(); err != nil {
 		t.Fatal(err)
@@ -60,6 +103,14 @@ func TestExplainSaysWhatHappens(t *testing.T) {
 			t.Run(c.name, func(t *testing.T) { n.compare(t, pod, c) })
 		}
 	})
+}
+
+// change changes settings of a pod's.
+func (n *probeNode) change(pod *bed.NS, settings api.SettingsRequest) {
+	n.t.Helper()
+	if _, err := n.agent.client.Set(n.t.Context(), "uid-"+pod.Name, settings); err != nil {
+		n.t.Fatal(err)
+	}
 }
 
 // compare asks, connects, and compares.
@@ -141,8 +192,10 @@ func (n *probeNode) outcome(source uint16, remote netip.AddrPort, answered bool)
 			}
 		}
 		switch {
-		case answered:
+		case answered && remote.Addr() != n.Outside.V4 && remote.Addr() != n.Outside.V6:
 			return string(explain.ToApp)
+		case answered:
+			return string(explain.Out)
 		case time.Now().After(deadline):
 			return string(explain.Dropped)
 		}
@@ -187,6 +240,7 @@ func (n *probeNode) dnsOverUDP(name string, pod *bed.NS, to netip.AddrPort, fami
 // dnsOverTCP is a query by TCP.
 func (n *probeNode) dnsOverTCP(name string, pod *bed.NS, to netip.AddrPort, family string) explained {
 	return explained{name, explain.Query{To: to}, func() string {
+		seen := len(n.proxy.connections())
 		c, err := pod.Dial(n.t.Context(), bed.DialSpec{Remote: to})
 		if err != nil {
 			return err.Error()
@@ -199,6 +253,12 @@ func (n *probeNode) dnsOverTCP(name string, pod *bed.NS, to netip.AddrPort, fami
 		message, err := readStream(c)
 		if err != nil {
 			return err.Error()
+		}
+		// The proxy may have carried it as any other connection.
+		for _, r := range n.proxy.connections()[seen:] {
+			if r.Direction == nodeproxy.Outbound && r.OriginalDestination == to {
+				return fmt.Sprintf("%s %d", explain.ToProxy, maps.PortOutbound)
+			}
 		}
 		_, answer, err := answered(message)
 		return dnsOutcome(family, answer, err)

@@ -680,7 +680,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "repair: no sysctl", file: watch,
-			old: "changed, err := n.setSysctls()", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
+			old: "changed, err := p.watch.sysctls.switchOn(p.ns, p.ipv6)", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
 		},
 		{
 			name: "repair: no steer program", file: reconcile,

@@ -87,7 +87,7 @@ func TestExplainSaysItInATable(t *testing.T) {
 	}
 	out := explains("--pod", "web", "--to", "198.51.100.7:443").wantDone(t)
 	for _, words := range []string{
-		"dropped, outbound tcp of pod web: its own address -> 198.51.100.7:443, by app\n", "   1  is the pod in map pods?", "=> 6  everything else",
+		"dropped, outbound tcp of pod web: its own address -> 198.51.100.7:443, by app\n", "   1  is the pod in map pods?", "=> 7  everything else",
 		"no node proxy listens on port 15001", "\ncounted as outbound_no_listener\n",
 	} {
 		if !strings.Contains(out, words) {

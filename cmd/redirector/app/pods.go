@@ -43,7 +43,8 @@ are named, that are in a state or a namespace, or of which packets were dropped.
   STATE            enrolled: a node proxy runs for the pod; pending: none does, so nothing passes
   SINCE            how long ago the pod was enrolled
   ADDRESSES        the pod's own, which its apps reach without the node proxy
-  SETTINGS         dns: its DNS queries go to the node proxy; bypass-inbound: peers reach its apps without the proxy
+  SETTINGS         dns: its DNS queries go to the node proxy; the others as in "redirector set --help", with how many
+                   entries each has
   CAPTURED         connections of the pod's apps, taken to the node proxy
   IN               connections of others to the pod, handed to the node proxy
   PROBE            probes of the host's processes, let through to the pod's apps
@@ -159,7 +160,21 @@ func settingWords(p *enroll.Pod) string {
 		on = append(on, "dns")
 	}
 	if p.BypassInbound {
-		on = append(on, "bypass-inbound")
+		on = append(on, enroll.KeyBypassInbound)
+	}
+	s := &p.Settings
+	for _, list := range []struct {
+		key string
+		n   int
+	}{
+		{enroll.KeyExcludeOutboundPorts, len(s.ExcludeOutboundPorts)},
+		{enroll.KeyExcludeOutboundCIDRs, len(s.ExcludeOutboundCIDRs)},
+		{enroll.KeyExcludeInboundPorts, len(s.ExcludeInboundPorts)},
+		{enroll.KeyRerouteInterfaces, len(s.RerouteInterfaces)},
+	} {
+		if list.n > 0 {
+			on = append(on, fmt.Sprintf("%s(%d)", list.key, list.n))
+		}
 	}
 	return orNone(on)
 }
