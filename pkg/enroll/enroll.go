@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/fault"
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
@@ -66,6 +67,8 @@ type Enroller struct {
 	// byCookie says which pod has a network namespace.
 	byCookie map[uint64]*pod
 	repairs  map[Repair]uint64
+	// journal remembers what happened to pods.
+	journal journal.Journal
 	// changing has the pods that the reconcile loop is moving or removing.
 	changing map[string]bool
 
@@ -255,6 +258,11 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		e.leave(p)
 		p.forget()
 		return errors.Join(err, ns.Close())
+	}
+	if left.captured {
+		e.happened(p, journal.Adopted, "", "this agent has taken over the pod")
+	} else {
+		e.happened(p, journal.Enrolled, "", "the pod is captured")
 	}
 	return nil
 }
@@ -618,6 +626,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 		err = fmt.Errorf("it is out, but would be enrolled again by the next agent: %w: remove that file", err)
 	}
 	fault.Point("unenrol: state file removed")
+	e.happened(p, journal.Unenrolled, "", "the pod is captured no more")
 	e.leave(p)
 	err = errors.Join(err, p.ns.Close())
 	p.forget()

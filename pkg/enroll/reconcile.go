@@ -5,6 +5,7 @@ package enroll
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
@@ -340,6 +342,9 @@ func (e *Enroller) removeStale(have *inMaps) {
 		errs = append(errs, m.DeleteListeners(cookie))
 		e.repairs[RepairStale]++
 		e.Log.Warn("entries in maps were of no pod, and are removed", "what", string(RepairStale), "netns_cookie", cookie)
+		e.journal.Add(journal.Event{
+			Kind: journal.Repaired, What: string(RepairStale), Message: fmt.Sprintf("entries of network namespace %d were of no pod, and are removed", cookie),
+		})
 	}
 	if err := errors.Join(errs...); err != nil {
 		e.Log.Error("cannot remove entries that are of no pod: it is tried again", "error", err)

@@ -79,9 +79,9 @@ func (o *openSysctls) open(ns *podns.NetNS, all []sysctl) error {
 	o.close()
 	err := ns.Do(func() error {
 		for _, s := range all {
-			fd, err := unix.Open("/proc/sys/"+s.name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+			fd, err := unix.Open(podns.Sysctl(s.name), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 			if err != nil {
-				return fmt.Errorf("open a sysctl: /proc/sys/%s: %w", s.name, err)
+				return fmt.Errorf("open a sysctl: %s: %w", podns.Sysctl(s.name), err)
 			}
 			*o = append(*o, fd)
 		}
@@ -104,7 +104,7 @@ func isZero(fd int, name string) (bool, error) {
 	var value [8]byte
 	n, err := unix.Pread(fd, value[:], 0)
 	if err != nil {
-		return false, fmt.Errorf("read a sysctl: /proc/sys/%s: %w", name, err)
+		return false, fmt.Errorf("read a sysctl: %s: %w", podns.Sysctl(name), err)
 	}
 	return strings.TrimSpace(string(value[:n])) == "0", nil
 }
@@ -127,7 +127,7 @@ func restoreSysctls(ns *podns.NetNS, ipv6 bool, was maps.Restore) error {
 
 // readSysctl and writeSysctl act on the network namespace of the calling thread.
 func readSysctl(name string) (string, error) {
-	b, err := os.ReadFile("/proc/sys/" + name)
+	b, err := os.ReadFile(podns.Sysctl(name))
 	if err != nil {
 		return "", fmt.Errorf("read a sysctl: %w", err)
 	}
@@ -135,8 +135,8 @@ func readSysctl(name string) (string, error) {
 }
 
 func writeSysctl(name, value string) error {
-	if err := os.WriteFile("/proc/sys/"+name, []byte(value), 0); err != nil {
-		return fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
+	if err := os.WriteFile(podns.Sysctl(name), []byte(value), 0); err != nil {
+		return fmt.Errorf("set a sysctl (is it writable here? name the node's /proc with --proc): %w", err)
 	}
 	return nil
 }
