@@ -79,6 +79,17 @@ func adoptionMutations() []mutation {
 			old: "err == nil && name != s.UID+stateSuffix", new: "false && name != s.UID+stateSuffix", tests: noted,
 		},
 		{
+			name: "adoption: a pod whose namespace was replaced meanwhile is forgotten", file: state,
+			old: "if ns := e.successor(&spec); ns != nil {", new: "if ns := e.successor(&spec); false {",
+			tests: "TestTheAgentIsKilledWhenANamespaceIsGone/another_in_its_place/$",
+		},
+		{
+			name: "adoption: a pod that is on its way to another namespace has no file", file: enroll,
+			old:   "\t\tif err := e.letGo(p); err != nil {\n\t\t\te.Log",
+			new:   "\t\tif err := errors.Join(e.removeState(p.uid), e.letGo(p)); err != nil {\n\t\t\te.Log",
+			tests: "TestTheAgentIsKilledWhenANamespaceIsGone/another_in_its_place/enrol:_open#2",
+		},
+		{
 			name: "adoption: what was being written stays", file: state,
 			old: "if err := removeHalfWritten(e.StateDir); err != nil {", new: "if err := error(nil); err != nil {",
 			tests: "TestWhatAKilledAgentWasWritingIsRemoved",
