@@ -25,6 +25,13 @@ GOLANGCI_VERSION := v2.15.0
 # A linter that was built with an older Go refuses newer code.
 GOLANGCI = $(REDIRECTOR_CACHE)/golangci-lint-$(GOLANGCI_VERSION)-$(shell go env GOVERSION)/golangci-lint
 
+# What wants other versions of libraries than Redirector has a module of its own. make test tests them after all else.
+MODULES := deploy/image test/chart
+define newline
+
+
+endef
+
 # For go test, e.g. make test TESTFLAGS='-run TestEnrol -v' PKG=./pkg/enroll
 PKG ?= ./...
 TESTFLAGS ?=
@@ -35,8 +42,11 @@ KERNEL ?= $(KERNELS)
 RUN ?=
 # Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins, resolvers or proxies, an API server, or
 # many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/mutate test/cni test/resolvers test/proxies test/kube test/podwatch test/soak
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/vm/cmd/vmmatrix test/mutate test/cni test/resolvers test/proxies test/kube \
+	test/podwatch test/soak test/scale
 VMFLAGS ?=
+# Besides the committed object, which clang 19 has made, the programs of this compiler have to pass the verifier.
+OTHER_CLANG := clang-16
 
 .PHONY: help
 help: ## Show this list
@@ -58,6 +68,9 @@ demo: root ## Two pods, a node proxy and real traffic in namespaces on this mach
 test: root ## Run all tests on this machine's kernel (root)
 	@hack/install-deps.sh test
 	go test -count=1 -timeout=20m $(TESTFLAGS) $(PKG)
+ifeq ($(PKG),./...)
+	$(foreach m,$(MODULES),cd $(CURDIR)/$(m) && go test -count=1 ./...$(newline)	)
+endif
 
 # From a seed that is printed, or SEED=42.
 SOAK ?= 30s
@@ -80,17 +93,49 @@ mutate: root ## Take rules out one by one, and see a test fail for each (root, c
 	@hack/install-deps.sh generate
 	go run ./test/mutate $(MUTATEFLAGS)
 
+.PHONY: man
+man: ## Write manual pages and shell completion into build/
+	go run ./hack/man build/man
+	mkdir -p build/completion
+	for shell in bash zsh fish; do go run ./cmd/redirector completion $$shell > build/completion/redirector.$$shell || exit 1; done
+
 .PHONY: vmtest
-vmtest: vm-kernels ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=TestName PKG=./pkg/loader
-	go run ./test/vm/cmd/vmmatrix -kernels '$(KERNEL)' -packages '$(PKG)' -run '$(RUN)' -exclude '$(VM_EXCLUDE)' $(VMFLAGS)
+vmtest: vm-kernels vm-objects ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=TestName PKG=./pkg/loader
+	go run ./test/vm/cmd/vmmatrix -kernels '$(KERNEL)' -packages '$(PKG)' -run '$(RUN)' -exclude '$(VM_EXCLUDE)' \
+		-objects build/objects $(VMFLAGS)
+
+.PHONY: vm-objects
+vm-objects: ## Compile the BPF programs with another compiler than the committed object's
+	@hack/install-deps.sh objects
+	@rm -rf build/objects
+	@go run ./test/rebuild/cmd/object build/objects $(OTHER_CLANG)
+
+.PHONY: verifier-table
+verifier-table: ## Load all programs on all kernels, and note what the verifier had to do: docs/verifier.md
+	$(MAKE) vmtest PKG=./pkg/loader RUN='^TestVerifier' VMFLAGS='-odd=false $(VMFLAGS)' || true
+	go run ./test/vm/cmd/verifiertable
+	go test ./docs -update
 
 .PHONY: vm-kernels
 vm-kernels: ## Put the kernels of vmtest and QEMU on this machine
 	@hack/install-deps.sh vm
 	@test/vm/fetch.sh $(KERNEL)
 
+# IMAGE=NAME:TAG is the image's name; it needs no registry.
+IMAGE ?= redirector:$(or $(VERSION),dev)
+.PHONY: image
+image: ## Build the image for amd64 and arm64 in build/image: OCI layout, docker-load archives, bills of materials
+	@mkdir -p build/image
+	for arch in amd64 arm64; do GOARCH=$$arch $(GOBUILD) -o build/image/redirector-$$arch ./cmd/redirector; done
+	cd deploy/image && go run . -tag '$(IMAGE)' -version '$(or $(VERSION),dev)' -commit '$(COMMIT)' -o ../../build/image \
+		amd64=../../build/image/redirector-amd64 arm64=../../build/image/redirector-arm64
+
+.PHONY: manifests
+manifests: ## Render the chart into deploy/redirector.yaml and the tests' files; tests fail when that was forgotten
+	cd test/chart && go test -count=1 . -update
+
 .PHONY: kube
-kube: ## Build the etcd and kube-apiserver of the tests, once; tests that need them do the same
+kube: ## Build the etcd and Kubernetes of the tests, once; tests that need them do the same
 	@go run ./test/kube/cmd/kubebinary
 
 .PHONY: generate
@@ -118,11 +163,13 @@ fmt-check: ## Fail when Go or C is not formatted
 .PHONY: vet
 vet: ## Run go vet
 	go vet ./...
+	$(foreach m,$(MODULES),cd $(CURDIR)/$(m) && go vet ./...$(newline)	)
 
 .PHONY: lint
 lint: $(GOLANGCI) ## Run golangci-lint and shellcheck, and look for missing licence lines
 	@hack/install-deps.sh lint
 	$(GOLANGCI) run ./...
+	$(foreach m,$(MODULES),cd $(CURDIR)/$(m) && $(GOLANGCI) run ./...$(newline)	)
 	shellcheck $$(git grep --untracked -lE '^#!.*\bbash' -- ':!*.go')
 	@hack/check-spdx.sh
 

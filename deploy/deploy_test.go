@@ -19,6 +19,7 @@ import (
 
 	"go.yaml.in/yaml/v2"
 
+	"github.com/redirector-dataplane/redirector/cmd/redirector/app"
 	bpfmaps "github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/metrics"
 )
@@ -300,4 +301,48 @@ func TestPromtoolAcceptsRulesAndQueries(t *testing.T) {
 			t.Errorf("promtool %s: %v\n%s", strings.Join(args, " "), err, out)
 		}
 	}
+}
+
+// manifests are what the chart renders by default and with all options.
+var manifests = []string{"redirector.yaml", "../test/chart/testdata/everything.yaml"}
+
+func TestTheAgentKnowsTheFlagsOfTheManifests(t *testing.T) {
+	for _, path := range manifests {
+		args := agentArgs(t, path)
+		var out, errs strings.Builder
+		env := app.Env{Stdout: &out, Stderr: &errs, Getenv: func(string) string { return "" }}
+		if code := app.Main(t.Context(), append(args, "--help"), env); code != 0 || !strings.Contains(out.String(), "redirector agent [flags]") {
+			t.Errorf("%s: redirector %s: %d, %s", path, strings.Join(args, " "), code, errs.String())
+		}
+		if app.Main(t.Context(), append(args, "--nonsense", "--help"), env) == 0 {
+			t.Error("a flag that there is not passes")
+		}
+	}
+}
+
+// agentArgs are the arguments of the agent's container.
+func agentArgs(t *testing.T, path string) []string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for document := range strings.SplitSeq(string(text), "\n---\n") {
+		var ds struct {
+			Kind string
+			Spec struct {
+				Template struct {
+					Spec struct{ Containers []struct{ Args []string } }
+				}
+			}
+		}
+		if err := yaml.Unmarshal([]byte(document), &ds); err != nil {
+			t.Fatal(err)
+		}
+		if ds.Kind == "DaemonSet" {
+			return ds.Spec.Template.Spec.Containers[0].Args
+		}
+	}
+	t.Fatalf("%s has no DaemonSet", path)
+	return nil
 }

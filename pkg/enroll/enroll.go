@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/fault"
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
@@ -66,6 +67,8 @@ type Enroller struct {
 	// byCookie says which pod has a network namespace.
 	byCookie map[uint64]*pod
 	repairs  map[Repair]uint64
+	// journal remembers what happened to pods.
+	journal journal.Journal
 	// changing has the pods that the reconcile loop is moving or removing.
 	changing map[string]bool
 
@@ -260,6 +263,11 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		p.forget()
 		return errors.Join(err, ns.Close())
 	}
+	if left.captured {
+		e.happened(p, journal.Adopted, "", "this agent has taken over the pod")
+	} else {
+		e.happened(p, journal.Enrolled, "", "the pod is captured")
+	}
 	return nil
 }
 
@@ -317,10 +325,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 
 	// Loading takes long enough to be done beside all the rest.
 	steer := make(chan steerProgram, 1)
-	go func() {
-		prog, err := e.Datapath.LoadSteer(p.ns)
-		steer <- steerProgram{prog, err}
-	}()
+	go func() { steer <- e.loadSteer(p) }()
 	defer func() {
 		if s, ok := <-steer; ok && s.prog != nil {
 			s.prog.Close()
@@ -376,8 +381,8 @@ func (e *Enroller) apply(p *pod) (err error) {
 	var changed maps.Restore
 	step("sysctls", func() (func() error, error) {
 		var err error
-		changed, err = n.setSysctls()
-		return func() error { return n.restoreSysctls(changed) }, err
+		changed, err = p.watch.sysctls.switchOn(p.ns, n.ipv6)
+		return func() error { return restoreSysctls(p.ns, n.ipv6, changed) }, err
 	})
 	step("seal", func() (func() error, error) { return e.applySeals(p, n, true) })
 	step("steer", func() (func() error, error) {
@@ -385,6 +390,10 @@ func (e *Enroller) apply(p *pod) (err error) {
 		close(steer)
 		if s.err != nil {
 			return nil, s.err
+		}
+		if s.prog == nil {
+			p.steer = s.current
+			return nil, nil
 		}
 		defer s.prog.Close()
 		if err := e.Datapath.AttachSteer(p.ns, p.uid, s.prog); err != nil {
@@ -446,9 +455,19 @@ func (p *pod) zdsPod() zds.Pod {
 	}
 }
 
+// steerProgram is the steer program to attach; nil: the one that runs is right, with this id.
 type steerProgram struct {
-	prog *ebpf.Program
-	err  error
+	prog    *ebpf.Program
+	current ebpf.ProgramID
+	err     error
+}
+
+// loadSteer loads the pod's steer program unless an earlier agent has left the same one.
+func (e *Enroller) loadSteer(p *pod) (s steerProgram) {
+	if s.current, s.err = e.Datapath.CurrentSteer(p.ns, p.uid); s.err == nil && s.current == 0 {
+		s.prog, s.err = e.Datapath.LoadSteer(p.ns)
+	}
+	return s
 }
 
 // applyOwnAddrs makes the map hold exactly the addresses that the pod has.
@@ -548,12 +567,16 @@ func (p *pod) hadClsact(l netlink.Link) bool {
 	return slices.Contains(p.before.Clsact, l.Attrs().Index) || !slices.Contains(p.before.Links, l.Attrs().Index)
 }
 
-// applySeals gives every interface its seal: a new one to each, or only to those that have none.
+// applySeals gives every interface its seal: this version's to each, or one only to those that have none.
 func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error, err error) {
 	var undos undoList
 	for _, l := range n.links {
 		sealed, err := loader.Sealed(n.handle, l)
-		if err == nil && (renew || !sealed) {
+		right := sealed
+		if err == nil && sealed && renew {
+			right, err = e.Datapath.CurrentSeal(p.ns, n.handle, l)
+		}
+		if err == nil && !right {
 			err = e.Datapath.Seal(p.ns, n.handle, l, p.hadClsact(l))
 		}
 		if err != nil {
@@ -597,6 +620,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 		err = fmt.Errorf("it is out, but would be enrolled again by the next agent: %w: remove that file", err)
 	}
 	fault.Point("unenrol: state file removed")
+	e.happened(p, journal.Unenrolled, "", "the pod is captured no more")
 	return errors.Join(err, e.letGo(p))
 }
 

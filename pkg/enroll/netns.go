@@ -8,16 +8,13 @@ import (
 	"io/fs"
 	"net"
 	"net/netip"
-	"os"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/loader"
-	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
@@ -191,9 +188,9 @@ func (n *podNet) removeRules(family int, goes func(*netlink.Rule) bool) error {
 // findTable returns a routing table with nothing in it but what is ours.
 func (n *podNet) findTable(family int) (int, error) {
 	for table := firstTable; table < firstTable+tables; table++ {
-		routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+		routes, err := n.routesIn(family, table)
 		if err != nil {
-			return 0, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
+			return 0, err
 		}
 		foreign := false
 		for _, r := range routes {
@@ -204,6 +201,15 @@ func (n *podNet) findTable(family int) (int, error) {
 		}
 	}
 	return 0, fmt.Errorf("%s has routes of its own in all tables from %d to %d: remove them from one", n.ns.Path(), firstTable, firstTable+tables-1)
+}
+
+// routesIn lists the routes of a table.
+func (n *podNet) routesIn(family, table int) ([]netlink.Route, error) {
+	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+	if err != nil {
+		return nil, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
+	}
+	return routes, nil
 }
 
 // removeRouting removes our rules and routes of one family, wherever they are.
@@ -266,56 +272,6 @@ func rules(family, table int, reroute []string) []*netlink.Rule {
 	return all
 }
 
-// sysctl is one that carries the mark of a connection between proxy and app to the app's side of it, and what is noted of it.
-type sysctl struct {
-	name string
-	// wasZero is set when enrolment finds or found it 0.
-	wasZero *bool
-}
-
-// sysctls lists those that the namespace has, with their places in r.
-func (n *podNet) sysctls(r *maps.Restore) []sysctl {
-	all := []sysctl{
-		{"net/ipv4/tcp_fwmark_accept", &r.TCPFwmarkAccept},
-		{"net/ipv4/fwmark_reflect", &r.FwmarkReflect},
-	}
-	if n.ipv6 {
-		all = append(all, sysctl{"net/ipv6/fwmark_reflect", &r.FwmarkReflectV6})
-	}
-	return all
-}
-
-// setSysctls sets what is 0 to 1 and returns which these were.
-func (n *podNet) setSysctls() (changed maps.Restore, err error) {
-	err = n.ns.Do(func() (err error) {
-		for _, s := range n.sysctls(&changed) {
-			if *s.wasZero, err = switchOn(s.name); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		err = errors.Join(err, n.restoreSysctls(changed))
-	}
-	return changed, err
-}
-
-func (n *podNet) restoreSysctls(r maps.Restore) error {
-	if r == (maps.Restore{}) {
-		return nil
-	}
-	return n.ns.Do(func() error {
-		var errs []error
-		for _, s := range n.sysctls(&r) {
-			if *s.wasZero {
-				errs = append(errs, writeSysctl(s.name, "0"))
-			}
-		}
-		return errors.Join(errs...)
-	})
-}
-
 // look notes what is so now and enrolment may change.
 func (n *podNet) look() (was before, err error) {
 	for _, l := range n.links {
@@ -325,7 +281,7 @@ func (n *podNet) look() (was before, err error) {
 		return was, err
 	}
 	err = n.ns.Do(func() error {
-		for _, s := range n.sysctls(&was.Restore) {
+		for _, s := range sysctls(n.ipv6, &was.Restore) {
 			value, err := readSysctl(s.name)
 			if err != nil {
 				return err
@@ -335,43 +291,6 @@ func (n *podNet) look() (was before, err error) {
 		return nil
 	})
 	return was, err
-}
-
-// switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was.
-func switchOn(name string) (changed bool, err error) {
-	f, err := os.OpenFile("/proc/sys/"+name, os.O_RDWR, 0)
-	if err != nil {
-		return false, fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
-	}
-	defer f.Close()
-	var value [8]byte
-	n, err := f.Read(value[:])
-	if err != nil {
-		return false, fmt.Errorf("read a sysctl: %w", err)
-	}
-	if strings.TrimSpace(string(value[:n])) != "0" {
-		return false, nil
-	}
-	if _, err := f.WriteAt([]byte("1"), 0); err != nil {
-		return false, fmt.Errorf("set a sysctl: %w", err)
-	}
-	return true, nil
-}
-
-// readSysctl and writeSysctl act on the network namespace of the calling thread.
-func readSysctl(name string) (string, error) {
-	b, err := os.ReadFile("/proc/sys/" + name)
-	if err != nil {
-		return "", fmt.Errorf("read a sysctl: %w", err)
-	}
-	return strings.TrimSpace(string(b)), nil
-}
-
-func writeSysctl(name, value string) error {
-	if err := os.WriteFile("/proc/sys/"+name, []byte(value), 0); err != nil {
-		return fmt.Errorf("set a sysctl (is /proc/sys writable here?): %w", err)
-	}
-	return nil
 }
 
 // addrs lists the addresses of all interfaces, with the index of the interface that carries each.
@@ -522,7 +441,7 @@ func strip(ns *podns.NetNS, was before) error {
 			errs = append(errs, loader.RemoveUnusedClsact(n.handle, l))
 		}
 	}
-	errs = append(errs, n.restoreSysctls(was.Restore))
+	errs = append(errs, restoreSysctls(ns, n.ipv6, was.Restore))
 	for _, family := range families {
 		errs = append(errs, n.removeRouting(family))
 	}

@@ -5,6 +5,7 @@ package enroll
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -14,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/redirector-dataplane/redirector/pkg/fault"
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
@@ -349,6 +351,9 @@ func (e *Enroller) removeStale(have *inMaps) {
 		errs = append(errs, m.DeleteListeners(cookie))
 		e.repairs[RepairStale]++
 		e.Log.Warn("entries in maps were of no pod, and are removed", "what", string(RepairStale), "netns_cookie", cookie)
+		e.journal.Add(journal.Event{
+			Kind: journal.Repaired, What: string(RepairStale), Message: fmt.Sprintf("entries of network namespace %d were of no pod, and are removed", cookie),
+		})
 	}
 	if err := errors.Join(errs...); err != nil {
 		e.Log.Error("cannot remove entries that are of no pod: it is tried again", "error", err)
@@ -388,9 +393,11 @@ func (r *reconciler) removeUnnamed(uid string, cookie uint64) {
 	}
 	r.Log.Warn("something was not as it should be for a pod, and is again", "what", string(RepairGone), "uid", uid, "netns_cookie", cookie)
 	fault.Point("reconcile: " + string(RepairGone))
+	r.journal.Add(journal.Event{Kind: journal.Repaired, UID: uid, What: string(RepairGone), Message: RepairGone.message()})
 	r.mu.Lock()
 	r.repairs[RepairGone]++
 	r.mu.Unlock()
+	r.ObserveRepair(uid, RepairGone)
 	if err := r.removeUnknown(r.ctx, uid); err != nil {
 		r.Log.Error("cannot remove a pod whose network namespace is gone: it is tried again", "uid", uid, "error", err)
 	}

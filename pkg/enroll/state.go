@@ -3,6 +3,7 @@
 package enroll
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -63,7 +64,11 @@ func (e *Enroller) stateFile(uid string) string { return filepath.Join(e.StateDi
 func (e *Enroller) saveState(p *pod) error {
 	b, err := json.MarshalIndent(savedPod{p.spec, p.ns.Cookie(), p.ns.Inode(), bootID(), p.since, p.before}, "", "  ")
 	if err == nil {
-		err = renameio.WriteFile(e.stateFile(p.uid), b, 0o600)
+		// A new agent finds most files as they should be, and writing is what would take it the longest.
+		if have, errRead := os.ReadFile(e.stateFile(p.uid)); errRead == nil && bytes.Equal(have, b) {
+			return nil
+		}
+		err = renameio.WriteFile(e.stateFile(p.uid), b, 0o600, renameio.WithTempDir(e.StateDir))
 	}
 	if err != nil {
 		return fmt.Errorf("note the pod in %s: %w", e.StateDir, err)

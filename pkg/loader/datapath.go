@@ -75,10 +75,10 @@ func Open(opts Options) (*Datapath, error) {
 	if err := CheckFeatures(); err != nil {
 		return nil, err
 	}
-	if err := checkCgroup(opts.Cgroup); err != nil {
+	if err := CheckCgroup(opts.Cgroup); err != nil {
 		return nil, err
 	}
-	if err := checkBPFFS(opts.BPFFS); err != nil {
+	if err := CheckBPFFS(opts.BPFFS); err != nil {
 		return nil, err
 	}
 	spec, err := bpf.LoadRedirector()

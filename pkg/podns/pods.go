@@ -27,6 +27,10 @@ var procRoot atomic.Pointer[string]
 // node's /proc mounted elsewhere. It counts for the whole process, and is called before anything else of this package.
 func UseProc(root string) { procRoot.Store(&root) }
 
+// Sysctl returns the path of a sysctl, as net.ipv4.fwmark_reflect's is at net/ipv4/fwmark_reflect: below the node's /proc, because a
+// container cannot write to its own. The file is of the network namespace of the thread that opens it, whosever /proc it is.
+func Sysctl(name string) string { return filepath.Join(proc(), "sys", name) }
+
 // proc returns where the node's processes are listed.
 func proc() string {
 	if root := procRoot.Load(); root != nil {

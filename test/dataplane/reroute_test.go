@@ -3,6 +3,8 @@
 package dataplane
 
 import (
+	"bytes"
+	"encoding/binary"
 	"errors"
 	"net"
 	"net/netip"
@@ -13,6 +15,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/cgroups"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
@@ -164,6 +167,19 @@ func testReroute(t *testing.T, identity maps.ProxyIdentity, setting string) {
 		p.saw(pod, nodeproxy.Outbound, local, remote)
 		_, local = ask(t, n.Outside, bed.DialSpec{Remote: own})
 		p.saw(pod, nodeproxy.Inbound, local, own)
+
+		// Under a flood of SYNs the proxy's answer is of no socket; with Fast Open it is of the connection.
+		if err := pod.SetSysctl("net.ipv4.tcp_syncookies", "2"); err != nil {
+			t.Fatal(err)
+		}
+		_, local = ask(t, m, bed.DialSpec{Remote: remote})
+		p.saw(pod, nodeproxy.Outbound, local, remote)
+		if err := pod.SetSysctl("net.ipv4.tcp_syncookies", "1"); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 { // the first fetches a cookie, if the proxy's listener takes Fast Open
+			ask(t, m, bed.DialSpec{Remote: remote, FastOpen: bed.FastOpenSendto, Data: []byte("early")})
+		}
 
 		// Off again, what is there goes on, and what is new is sealed off.
 		rerouted, _ := establish(t, m, remote)
@@ -387,4 +403,57 @@ func TestRulesForMachinesAreRepaired(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.wantUntouched(pod, before)
+}
+
+// A machine on a tun device, as a VPN or a VM has it: a link without Ethernet, on which the machine is a program that writes packets.
+func TestAMachineOnATunDeviceIsRerouted(t *testing.T) {
+	s := newEvasionStage(t)
+	s.startNodeProxy()
+	eachFamily(t, func(t *testing.T, family string) {
+		s.t = t
+		a := s.newAttempt(t, family)
+		s.enrolPod(t, a.pod)
+		a.enrolled = true
+		tun := a.openTun(t)
+		network := machinesV4
+		if family == "IPv6" {
+			network = machinesV6
+		}
+		address(t, a.pod, "tun0", network)
+		forward(t, a.pod)
+		a.local = netip.AddrPortFrom(network.Addr().Next(), a.local.Port())
+		// answered says whether a SYN is answered on the device.
+		answered := func() bool {
+			t.Helper()
+			// IPv6 drops what comes by a device whose address is not quite there yet: the SYN is repeated, as a machine would.
+			for deadline := time.Now().Add(2 * time.Second); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+				if _, err := unix.Write(tun, packet(a.local, a.remote, syn)); err != nil {
+					t.Fatal(err)
+				}
+				for buf := make([]byte, 2048); ; {
+					n, err := unix.Read(tun, buf)
+					if err != nil {
+						break // nothing more
+					}
+					ip := map[string]int{"IPv4": 20, "IPv6": 40}[family]
+					if n >= ip+20 && buf[ip+13] == syn|ack && bytes.Equal(buf[ip:ip+2], binary.BigEndian.AppendUint16(nil, a.remote.Port())) {
+						return true
+					}
+				}
+			}
+			return false
+		}
+		if answered() {
+			t.Error("a SYN is answered before its device is rerouted")
+		}
+		if _, err := a.agent.client.Set(t.Context(), "uid-"+a.pod.Name, api.SettingsRequest{"reroute-interfaces": "tun0"}); err != nil {
+			t.Fatal(err)
+		}
+		if !answered() {
+			t.Error("the proxy's answer does not come back to the device")
+		}
+		if c := s.podStatus(t, a.pod).Counters; c.Rerouted == 0 || c.SealDroppedSynack > 0 {
+			t.Errorf("counters are %+v", c)
+		}
+	})
 }

@@ -3,9 +3,13 @@
 package dataplane
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -573,6 +577,52 @@ func TestExceptionsAreRepaired(t *testing.T) {
 	if got := n.Repairs()[enroll.RepairException]; got != 5 {
 		t.Errorf("%d repairs are counted, want 5", got)
 	}
+}
+
+// A change that fails half way is undone: here, there is room for one range more, and two are asked for.
+func TestASettingThatDoesNotFitChangesNothing(t *testing.T) {
+	n := newNode(t)
+	p := n.startProxy()
+	pod := n.enrolledPod("pod")
+	n.serve(n.Outside, 8080, bed.AppOptions{})
+	n.set(pod, "exclude-outbound-ports=9999")
+	m := n.Datapath.Maps()
+	room := int(m.RedirectorMaps.Cidrs.MaxEntries())
+	for i := range room - 1 {
+		if err := m.PutCIDR(1<<40+uint64(i), netip.MustParsePrefix("10.0.0.0/8"), true); err != nil {
+			t.Fatal(err)
+		}
+	}
+	file := filepath.Join(n.RunDir, "pods", "uid-pod.json")
+	before, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = n.Configure("uid-pod", func(s *enroll.Settings) error {
+		return errors.Join(s.Set("exclude-outbound-cidrs", "0.0.0.0/0,::/0"), s.Set("bypass-inbound", "true"), s.Set("exclude-outbound-ports", ""))
+	})
+	if err == nil || !strings.Contains(err.Error(), "the map is full") || !strings.Contains(err.Error(), "as before") {
+		t.Errorf("the error is %v", err)
+	}
+	got, err := n.Enroller.Pod("uid-pod")
+	if err != nil || fmt.Sprint(got.Settings) != fmt.Sprint(enroll.Settings{ExcludeOutboundPorts: []uint16{9999}}) {
+		t.Errorf("the settings are %+v, %v", got.Settings, err)
+	}
+	if after, err := os.ReadFile(file); err != nil || !bytes.Equal(after, before) {
+		t.Errorf("the pod's file is %s, %v; it was %s", after, err, before)
+	}
+	if entry, err := m.Pod(pod.Cookie); err != nil || entry.BypassInbound {
+		t.Errorf("the pod's entry is %+v, %v", entry, err)
+	}
+	all, err := m.Exceptions()
+	if have := all[pod.Cookie]; err != nil || len(have.CIDRs) != 0 || len(have.Values) != 1 {
+		t.Errorf("the maps have %+v, %v", have, err)
+	}
+	eachFamily(t, func(t *testing.T, family string) {
+		if !n.isProxied(t, p, pod, netip.AddrPortFrom(addr(n.Outside, family), 8080), bed.DialSpec{}) {
+			t.Error("what could not be excluded goes past the proxy")
+		}
+	})
 }
 
 func TestBadSettingsAreRefused(t *testing.T) {

@@ -27,9 +27,9 @@ var sources = []string{"go.mod", "go.sum", "main.go"}
 
 var requiredKubernetes = regexp.MustCompile(`(?m)^\s+k8s\.io/kubernetes (v(\d+)\.(\d+)\.\S+)`)
 
-// Binary returns the path of the program that is etcd and kube-apiserver (test/kube/build). The first time it builds it, says
+// Binary returns the path of the program that is etcd and all of Kubernetes (test/kube/build). The first time it builds it, says
 // so on progress, and keeps it in the cache, by version, Go version and a hash of its sources. That takes some minutes, and
-// GOCACHE grows by a gigabyte. When several processes want it at once, one builds and the others wait.
+// GOCACHE grows by some gigabytes. When several processes want it at once, one builds and the others wait.
 func Binary(ctx context.Context, progress io.Writer) (string, error) {
 	module, err := exec.CommandContext(ctx, "go", "env", "GOMOD").Output()
 	if err != nil {
@@ -72,7 +72,7 @@ func Binary(ctx context.Context, progress io.Writer) (string, error) {
 		return "", err
 	}
 
-	fmt.Fprintf(progress, "building etcd and kube-apiserver %s, once; takes some minutes\n", version[1])
+	fmt.Fprintf(progress, "building etcd and Kubernetes %s, once; takes some minutes\n", version[1])
 	start := time.Now()
 	const stamp = "-X k8s.io/component-base/version."
 	flags := fmt.Sprintf("-s -w %sgitVersion=%s %sgitMajor=%s %sgitMinor=%s", stamp, version[1], stamp, version[2], stamp, version[3])

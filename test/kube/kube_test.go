@@ -47,6 +47,8 @@ func TestCluster(t *testing.T) {
 		"a watch from before a compaction is told it":        testGone,
 		"a namespace goes with its pods":                     testNamespace,
 		"a pod's object can be replaced under the same name": testReplaced,
+		"the chart's objects are valid":                      testManifests,
+		"the chart gives the agent's rights and no others":   testManifestRights,
 	} {
 		t.Run(name, func(t *testing.T) { test(t, c.For(t)) })
 	}

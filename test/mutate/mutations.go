@@ -28,6 +28,7 @@ func mutations() []mutation {
 		frames = "TestTheSealJudgesFrames"
 
 		captured = "TestDNSIsCaptured/"
+		machines = "TestMachinesInAPodAreRerouted/by_cgroup,_br0"
 		many     = "TestOneSocketAsksManyDNSServers"
 		stays    = "TestNothingOfCapturedDNSLeavesThePod"
 	)
@@ -529,32 +530,36 @@ func mutations() []mutation {
 		{
 			name: "reroute: machines are taken for peers", file: skLookup,
 			old: "if (pod->has_exceptions && is_exception(cookie, EXCEPTION_INTERFACE", new: "if (0 && is_exception(cookie, EXCEPTION_INTERFACE",
-			tests: "TestMachinesInAPodAreRerouted",
+			tests: machines,
 		},
 		{
 			name: "reroute: machines reach the proxy's own ports", file: skLookup,
 			old: "if (addr_is_own(cookie, &dst) && (is_loop(ctx->local_port) ||", new: "if (0 && (is_loop(ctx->local_port) ||",
-			tests: "TestMachinesInAPodAreRerouted",
+			tests: machines,
 		},
 		{
 			name: "reroute: machines' addresses are not noted", file: skLookup,
-			old: "bpf_map_update_elem(&machines, &key, &value, BPF_ANY);", new: "(void)value;", tests: "TestMachinesInAPodAreRerouted",
+			old: "bpf_map_update_elem(&machines, &key, &value, BPF_ANY);", new: "(void)value;", tests: machines,
 		},
 		{
 			name: "reroute: the proxy speaks with a machine's IPv4 address", file: cgroup,
-			old: "\t\tctx->user_ip4 = 0;", new: "\t\t;", tests: "TestMachinesInAPodAreRerouted",
+			old: "\t\tctx->user_ip4 = 0;", new: "\t\t;", tests: machines,
 		},
 		{
 			name: "reroute: the proxy speaks with a machine's IPv6 address", file: cgroup,
-			old: "\t\tctx_write_v6(ctx, user_ip6, 0, 0,", new: "\t\tif (0) ctx_write_v6(ctx, user_ip6, 0, 0,", tests: "TestMachinesInAPodAreRerouted",
+			old: "\t\tctx_write_v6(ctx, user_ip6, 0, 0,", new: "\t\tif (0) ctx_write_v6(ctx, user_ip6, 0, 0,", tests: machines,
 		},
 		{
 			name: "reroute: what the proxy accepts from machines stays on lo", file: sockOps,
-			old: "set_mark(ctx, sk->mark, MARK_ACCEPT);", new: "set_mark(ctx, sk->mark, MARK_REPLY);", tests: "TestMachinesInAPodAreRerouted",
+			old: "set_mark(ctx, sk->mark, MARK_ACCEPT);", new: "set_mark(ctx, sk->mark, MARK_REPLY);", tests: machines,
 		},
 		{
 			name: "reroute: the seal drops the proxy's answers to machines", file: tc,
-			old: " || answer_is_to_machine(skb)", new: "", tests: "TestMachinesInAPodAreRerouted",
+			old: " || answer_is_to_machine(skb)", new: "", tests: machines,
+		},
+		{
+			name: "reroute: a syncookie's answer to a machine is dropped", file: tc,
+			old: "return true; /* a syncookie's */", new: "return false;", tests: machines,
 		},
 		{
 			name: "reroute: anybody's answer passes for the proxy's to a machine", file: tc,
@@ -566,11 +571,11 @@ func mutations() []mutation {
 		},
 		{
 			name: "reroute: no rule for what machines send", file: netns,
-			old: "for _, name := range reroute {", new: "for _, name := range reroute[:0] {", tests: "TestMachinesInAPodAreRerouted",
+			old: "for _, name := range reroute {", new: "for _, name := range reroute[:0] {", tests: machines,
 		},
 		{
 			name: "reroute: no rule for what machines are answered", file: netns,
-			old: "if len(reroute) > 0 {", new: "if false {", tests: "TestMachinesInAPodAreRerouted",
+			old: "if len(reroute) > 0 {", new: "if false {", tests: machines,
 		},
 		{
 			name: "reroute: auto takes the pod's own interface", file: netns,
@@ -606,6 +611,10 @@ func mutations() []mutation {
 			name: "settings: a new agent does not know them", file: "pkg/enroll/state.go",
 			old: "leftovers{addrs[cookie], probed[uid], excepted[cookie], true}", new: "leftovers{addrs[cookie], probed[uid], excepted[0], true}",
 			tests: "TestSettingsAreKept",
+		},
+		{
+			name: "settings: a change that fails stays half done", file: "pkg/enroll/configure.go",
+			old: "err = errors.Join(err, undos.run())", new: "err = errors.Join(err)", tests: "TestASettingThatDoesNotFitChangesNothing",
 		},
 		{
 			name: "settings: exceptions outlive the pod", file: enroll,
@@ -693,7 +702,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "repair: no sysctl", file: watch,
-			old: "changed, err := n.setSysctls()", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
+			old: "changed, err := p.watch.sysctls.switchOn(p.ns, p.ipv6)", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
 		},
 		{
 			name: "repair: no steer program", file: reconcile,

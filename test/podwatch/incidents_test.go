@@ -78,6 +78,13 @@ func TestAttemptsToGetPastTheProxyAreSaid(t *testing.T) {
 	if events := n.events(quiet); len(events) != 1 {
 		t.Errorf("of a pod that has done nothing it is said: %s", texts(events))
 	}
+
+	// An event waits for the API server.
+	n.Faults.Refuse(true)
+	rawSYN(t, quiet, n.b.Outside.V4, n.app.Port)
+	time.Sleep(twoReads)
+	n.Faults.Refuse(false)
+	n.wantEvent(quiet, "BypassBlocked", "dropped on its way out of the pod (once)")
 }
 
 // rawSYN sends a SYN by a raw socket.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kubebinary builds the program that is etcd and kube-apiserver, unless it is in the cache, and prints its path. It is what
+// Command kubebinary builds the program that is etcd and all of Kubernetes, unless it is in the cache, and prints its path. It is what
 // make kube runs.
 package main
 
