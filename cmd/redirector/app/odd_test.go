@@ -92,7 +92,7 @@ func TestSysctlsThatCannotBeSet(t *testing.T) {
 	p := m.start(m.Node, roleOdd, "agent", m.agentFlags(), oddVar+"="+oddReadOnlySysctls)
 	m.eventually("the agent is ready", func() bool { return strings.Contains(p.Output(), "msg=ready") })
 	before := m.state(pod)
-	run(t, nil, m.enrollFlags(pod)...).wantFailure(t, exitFailed, "set a sysctl", "is /proc/sys writable here?", "read-only file system")
+	run(t, nil, m.enrollFlags(pod)...).wantFailure(t, exitFailed, "set a sysctl", "is it writable here?", "read-only file system")
 	m.wantState(before, pod)
 	run(t, nil, m.enrollFlags(ready)...).wantDone(t)
 	run(t, nil, "unenroll", "--run-dir", m.RunDir, "--uid", "uid-ready").wantDone(t)
