@@ -42,8 +42,11 @@ KERNEL ?= $(KERNELS)
 RUN ?=
 # Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins, resolvers or proxies, an API server, or
 # many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/mutate test/cni test/resolvers test/proxies test/kube test/podwatch
+VM_EXCLUDE := test/vm/machine test/vm/matrix test/vm/cmd/vmmatrix test/mutate test/cni test/resolvers test/proxies test/kube \
+	test/podwatch test/soak test/scale
 VMFLAGS ?=
+# Besides the committed object, which clang 19 has made, the programs of this compiler have to pass the verifier.
+OTHER_CLANG := clang-16
 
 .PHONY: help
 help: ## Show this list
@@ -69,6 +72,13 @@ ifeq ($(PKG),./...)
 	$(foreach m,$(MODULES),cd $(CURDIR)/$(m) && go test -count=1 ./...$(newline)	)
 endif
 
+# From a seed that is printed, or SEED=42.
+SOAK ?= 30s
+SEED ?=
+.PHONY: soak
+soak: root ## All that can happen to a node at once, under traffic, for SOAK=30s (root)
+	SOAK='$(SOAK)' SEED='$(SEED)' go test -count=1 -timeout=0 -run='^TestSoak$$' -v ./test/soak
+
 .PHONY: race
 race: root ## The same with the race detector
 	@hack/install-deps.sh race
@@ -83,9 +93,28 @@ mutate: root ## Take rules out one by one, and see a test fail for each (root, c
 	@hack/install-deps.sh generate
 	go run ./test/mutate $(MUTATEFLAGS)
 
+.PHONY: man
+man: ## Write manual pages and shell completion into build/
+	go run ./hack/man build/man
+	mkdir -p build/completion
+	for shell in bash zsh fish; do go run ./cmd/redirector completion $$shell > build/completion/redirector.$$shell || exit 1; done
+
 .PHONY: vmtest
-vmtest: vm-kernels ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=TestName PKG=./pkg/loader
-	go run ./test/vm/cmd/vmmatrix -kernels '$(KERNEL)' -packages '$(PKG)' -run '$(RUN)' -exclude '$(VM_EXCLUDE)' $(VMFLAGS)
+vmtest: vm-kernels vm-objects ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=TestName PKG=./pkg/loader
+	go run ./test/vm/cmd/vmmatrix -kernels '$(KERNEL)' -packages '$(PKG)' -run '$(RUN)' -exclude '$(VM_EXCLUDE)' \
+		-objects build/objects $(VMFLAGS)
+
+.PHONY: vm-objects
+vm-objects: ## Compile the BPF programs with another compiler than the committed object's
+	@hack/install-deps.sh objects
+	@rm -rf build/objects
+	@go run ./test/rebuild/cmd/object build/objects $(OTHER_CLANG)
+
+.PHONY: verifier-table
+verifier-table: ## Load all programs on all kernels, and note what the verifier had to do: docs/verifier.md
+	$(MAKE) vmtest PKG=./pkg/loader RUN='^TestVerifier' VMFLAGS='-odd=false $(VMFLAGS)' || true
+	go run ./test/vm/cmd/verifiertable
+	go test ./docs -update
 
 .PHONY: vm-kernels
 vm-kernels: ## Put the kernels of vmtest and QEMU on this machine

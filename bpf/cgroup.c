@@ -2,8 +2,8 @@
 //go:build ignore
 
 /*
- * cgroup/sock_create, cgroup/connect4 and 6, cgroup/setsockopt: run in the context of the process that acts, and so can tell
- * who it is. What the later hooks must know of that, they leave with the socket.
+ * cgroup/sock_create, cgroup/bind4 and 6, cgroup/connect4 and 6, cgroup/setsockopt: run in the context of the process that acts,
+ * and so can tell who it is. What the later hooks must know of that, they leave with the socket.
  */
 
 #define SOCK_STREAM 1
@@ -140,6 +140,45 @@ static __always_inline void note_connects(struct bpf_sock_addr *ctx, struct bpf_
 	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
 	if (verdict)
 		verdict->connects = 1;
+}
+
+/*
+ * Does the proxy bind a socket to the address of a machine behind its pod, to speak for it? The answers would be routed on to the
+ * machine, which knows of no connection. So it speaks as the pod does, as the pod's own masquerading would have it.
+ */
+static __always_inline bool speaks_for_machine(struct bpf_sock_addr *ctx, const union ip_addr *src)
+{
+	struct own_addr_key key = {};
+
+	if (ctx->type != SOCK_STREAM || !ctx->sk || (ctx->sk->mark & MARK_MASK) != MARK_PROXY)
+		return false;
+	key.netns_cookie = bpf_get_netns_cookie(ctx);
+	__builtin_memcpy(key.addr, src->bytes, sizeof(key.addr));
+	return bpf_map_lookup_elem(&machines, &key) && socket_is_proxys(ctx->sk);
+}
+
+/* redir_bind4: the proxy is not bound to the address of a machine behind its pod, but to none. */
+SEC("cgroup/bind4")
+int redir_bind4(struct bpf_sock_addr *ctx)
+{
+	union ip_addr src;
+
+	addr_from_v4(&src, ctx->user_ip4);
+	if (speaks_for_machine(ctx, &src))
+		ctx->user_ip4 = 0;
+	return 1;
+}
+
+/* redir_bind6: the same for IPv6, and for AF_INET6 sockets that talk IPv4. */
+SEC("cgroup/bind6")
+int redir_bind6(struct bpf_sock_addr *ctx)
+{
+	union ip_addr src;
+
+	addr_from_v6(&src, ctx, user_ip6);
+	if (speaks_for_machine(ctx, &src))
+		ctx_write_v6(ctx, user_ip6, 0, 0, addr_is_mapped(&src) ? bpf_htonl(0xffff) : 0, 0);
+	return 1;
 }
 
 /*

@@ -45,17 +45,21 @@ static __always_inline bool proxy_has_accepted(struct bpf_sock *sk)
 }
 
 /*
- * Did redir_steer hand this connection to the proxy? An app's comes for an address that is not the pod's, and a peer's from such
- * a one. What the pod sends to itself, and a probe that is let through, have found a listener by its address.
+ * Did redir_steer hand this connection to the proxy? It has the note of a listener that is steered to. An app's or a machine's has
+ * the outbound one's mark, and a peer's comes from an address that is not the pod's. What the pod sends to itself, and a probe that
+ * is let through, have found a listener by its address.
  */
 static __always_inline bool was_steered(struct bpf_sock *sk, __u64 cookie, const union ip_addr *local)
 {
+	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
 	struct flow_key flow = {.netns_cookie = cookie};
 	__u32 mark = sk->mark & MARK_MASK;
 	union ip_addr remote;
 
-	if (mark == MARK_REPLY)
-		return !addr_is_own(cookie, local);
+	if (!verdict || !verdict->listens)
+		return false;
+	if (mark == MARK_ACCEPT)
+		return true; /* the outbound listener gets nothing else */
 	sock_remote(sk, &remote);
 	if (mark != MARK_PROXY || addr_is_own(cookie, &remote))
 		return false;

@@ -28,6 +28,7 @@
 #define SOL_SOCKET 1
 #define SO_BINDTODEVICE 25
 #define SO_MARK 36
+#define SO_BINDTOIFINDEX 62
 #define EEXIST 17
 
 /* The loopback device has this index in every network namespace. */
@@ -35,12 +36,13 @@
 
 /*
  * Socket marks. Only the bits under MARK_MASK are ours; the upper 20 belong to others and are kept.
- * One ip rule, fwmark 0x110/0xffc, covers both marks that are routed to lo.
+ * One ip rule, fwmark 0x110/0xffc, covers the three marks that are routed to lo.
  */
 #define MARK_MASK 0xfff
 #define MARK_PROXY 0x539   /* set by the node proxy on its sockets: never captured */
 #define MARK_CAPTURE 0x112 /* an app's connection on its way to the proxy's outbound listener */
 #define MARK_REPLY 0x111   /* a connection between proxy and app whose source is foreign: stays on lo */
+#define MARK_ACCEPT 0x113  /* what the proxy's outbound listener accepts: stays on lo, unless it is a machine's */
 
 /* The node proxy's listeners in the pod. */
 #define PORT_OUTBOUND 15001
@@ -72,6 +74,9 @@
 #define MAX_PROBE_TARGETS 65536
 #define MAX_CGROUPS 1024
 #define MAX_DNS_BOUND 16384
+#define MAX_EXCEPTIONS 65536
+#define MAX_CIDRS 65536
+#define MAX_MACHINES 16384
 
 /* Names a pod by its network namespace. */
 struct netns_key {
@@ -92,7 +97,8 @@ struct pod {
 	/* The pod's settings; 1: on. */
 	__u8 bypass_inbound; /* peers' connections go to the app, not to the proxy */
 	__u8 dns_capture;    /* DNS queries go to the proxy */
-	__u8 reserved[3];
+	__u8 has_exceptions; /* there are entries of the pod's in exceptions or cidrs */
+	__u8 reserved[2];
 };
 
 /* An address on one of the pod's interfaces. */
@@ -103,6 +109,34 @@ struct own_addr_key {
 
 struct own_addr {
 	__u32 ifindex; /* the interface that carries it */
+};
+
+/*
+ * What of a pod's connections is treated in another way than the rest. A machine is what has a network stack of its own behind the
+ * pod: a virtual machine, a container in it.
+ */
+enum exception_kind {
+	EXCEPTION_OUTBOUND_PORT = 1, /* connections to this port go past the proxy */
+	EXCEPTION_INBOUND_PORT = 2,  /* peers' connections to this port go to the app */
+	EXCEPTION_INTERFACE = 3,     /* by the interface with this index come machines' connections, for the proxy */
+};
+
+struct exception_key {
+	__u64 netns_cookie;
+	enum exception_kind kind;
+	__u32 value; /* a port, or the index of an interface */
+};
+
+/* A range of addresses. Of those that an address is in, the one with the longest prefix counts. */
+struct cidr_key {
+	__u32 prefixlen; /* in bits, of all that follows */
+	__u32 family;    /* AF_INET or AF_INET6: ::/0 has no IPv4 address in it */
+	__u64 netns_cookie;
+	__u8 addr[16];
+};
+
+struct cidr {
+	__u32 excluded; /* 1: connections there go past the proxy; 0: they do not, though a shorter prefix says so */
 };
 
 /* One of the proxy's listening sockets in a pod. */
@@ -191,6 +225,8 @@ struct socket_verdict {
 	__u64 probe_target; /* netns cookie of the pod that it probes; 0: it is no probe */
 	__u32 by_proxy;     /* 1: a process in a proxy's cgroup made it */
 	__u32 connects;     /* 1: the proxy has connected it, from a pod; it was not accepted */
+	__u32 listens; /* the port of a listener of the proxy's that is steered to, and of what that has accepted; or 0 */
+	__u32 reserved;
 };
 
 /*
@@ -209,7 +245,7 @@ struct pod_counters {
 	__u64 proxy_to_app;         /* the proxy's connect() to the app with the client's address */
 	__u64 proxy_outbound;       /* the proxy's connect() to anything outside the pod */
 	__u64 own_address;          /* connect() to loopback or to one of the pod's own addresses: untouched */
-	__u64 capture_failed;       /* connect() that could not be marked or bound; it does not get past the proxy */
+	__u64 capture_failed;       /* connect() that could not be marked, bound or steered; it goes nowhere */
 	__u64 bind_failed;          /* accepted connections that could not be bound to their device */
 	__u64 probes_admitted;      /* connections of the host's probes to the app */
 	__u64 seal_dropped;         /* packets, not connections: fresh SYNs on their way out past the proxy */
@@ -224,6 +260,12 @@ struct pod_counters {
 	__u64 dns_captured;   /* connect() or datagrams of unconnected sockets, to a DNS server: sent to the proxy */
 	__u64 dns_refused;    /* the same that could not be sent to the proxy, and went nowhere */
 	__u64 strays_dropped; /* packets on their way out that are for loopback, or for the proxy's DNS answers only */
+	__u64 excluded_outbound; /* the app's connect() to a port or range that is excluded: untouched */
+	__u64 excluded_inbound;  /* SYNs of peers to a port that is excluded, left to the app */
+	__u64 bypassed_inbound;  /* SYNs of peers left to the app, as the pod asks for all of them */
+	__u64 rerouted; /* SYNs of machines behind the pod handed to the outbound listener; not in outbound_steered */
+	__u64 seal_excluded;   /* packets: fresh SYNs on their way out to what is excluded */
+	__u64 unowned_dropped; /* SYNs for addresses that are here by a route only: of machines, or the pod claims them */
 };
 
 /* The DNS servers that one socket can have queries with at the same time. With more, the first is forgotten. */
@@ -262,6 +304,33 @@ struct {
 	__type(key, struct own_addr_key);
 	__type(value, struct own_addr);
 } own_addrs SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MAX_EXCEPTIONS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct exception_key);
+	__type(value, __u32); /* 1 */
+} exceptions SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(max_entries, MAX_CIDRS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct cidr_key);
+	__type(value, struct cidr);
+} cidrs SEC(".maps");
+
+/*
+ * The addresses of machines behind a pod that have made connections, with the interface that they came by. Least recently used go
+ * first when it is full: a machine is known again with its next connection.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_MACHINES);
+	__type(key, struct own_addr_key);
+	__type(value, struct own_addr);
+} machines SEC(".maps");
 
 /* An entry goes by itself when its socket closes. Listening sockets in it need kernel 5.7. */
 struct {
@@ -447,6 +516,44 @@ static __always_inline bool addr_is_own(__u64 cookie, const union ip_addr *a)
 	return bpf_map_lookup_elem(&own_addrs, &key) != NULL;
 }
 
+/* Is there such an exception? Ask for none if the pod has none at all. */
+static __always_inline bool is_exception(__u64 cookie, enum exception_kind kind, __u32 value)
+{
+	struct exception_key key = {.netns_cookie = cookie, .kind = kind, .value = value};
+
+	return bpf_map_lookup_elem(&exceptions, &key) != NULL;
+}
+
+/* Do the pod's connections to that address and port go past the proxy? */
+static __always_inline bool is_excluded(__u64 cookie, const struct pod *pod, const union ip_addr *dst, __u32 port)
+{
+	struct cidr_key key = {.prefixlen = 8 * (sizeof(key) - sizeof(key.prefixlen)), .netns_cookie = cookie};
+	struct cidr *cidr;
+
+	if (!pod->has_exceptions)
+		return false;
+	if (is_exception(cookie, EXCEPTION_OUTBOUND_PORT, port))
+		return true;
+	key.family = addr_is_mapped(dst) ? AF_INET : AF_INET6;
+	__builtin_memcpy(key.addr, dst->bytes, sizeof(key.addr));
+	cidr = bpf_map_lookup_elem(&cidrs, &key);
+	return cidr && cidr->excluded;
+}
+
+/* The proxy's ports in the pod are for what is steered there. Whoever connects to them straight would be proxied to them. */
+static __always_inline bool is_loop(__u32 port)
+{
+	return port == PORT_OUTBOUND || port == PORT_INBOUND;
+}
+
+/* Do peers' connections to that port go to the app? The mesh tunnel ends at the proxy, whatever a pod asks for. */
+static __always_inline bool is_left_to_app(__u64 cookie, const struct pod *pod, __u32 port)
+{
+	if (is_loop(port) || port == PORT_HBONE)
+		return false;
+	return pod->bypass_inbound || (pod->has_exceptions && is_exception(cookie, EXCEPTION_INBOUND_PORT, port));
+}
+
 static __always_inline const struct node_config *config_read(void)
 {
 	__u32 zero = 0;
@@ -461,19 +568,22 @@ static __always_inline bool is_host(__u64 cookie)
 	return cfg && cfg->host_netns_cookie && cfg->host_netns_cookie == cookie;
 }
 
-/* Is it a socket of the proxy's, going by its mark and by who made it? sk must be a full socket. */
-static __always_inline bool socket_is_proxys(struct bpf_sock *sk)
+/* Is it a socket that the proxy has made, or accepted, if it has a mark that says so? sk must be a full socket. */
+static __always_inline bool socket_is_of_proxy(struct bpf_sock *sk)
 {
-	const struct node_config *cfg;
+	const struct node_config *cfg = config_read();
 	struct socket_verdict *verdict;
 
-	if ((sk->mark & MARK_MASK) != MARK_PROXY)
-		return false;
-	cfg = config_read();
 	if (cfg && cfg->proxy_identity == PROXY_IDENTITY_MARK)
 		return true;
 	verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
 	return verdict && verdict->by_proxy;
+}
+
+/* Is it a socket of the proxy's, going by its mark and by who made it? sk must be a full socket. */
+static __always_inline bool socket_is_proxys(struct bpf_sock *sk)
+{
+	return (sk->mark & MARK_MASK) == MARK_PROXY && socket_is_of_proxy(sk);
 }
 
 /*

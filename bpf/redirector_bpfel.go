@@ -43,6 +43,19 @@ type RedirectorCgroupValue struct {
 	Role RedirectorCgroupRole
 }
 
+type RedirectorCidr struct {
+	_        structs.HostLayout
+	Excluded uint32
+}
+
+type RedirectorCidrKey struct {
+	_           structs.HostLayout
+	Prefixlen   uint32
+	Family      uint32
+	NetnsCookie uint64
+	Addr        [16]uint8
+}
+
 type RedirectorDnsBound struct {
 	_    structs.HostLayout
 	Addr [16]uint8
@@ -61,6 +74,21 @@ type RedirectorDnsNote struct {
 	Servers   [16][16]uint8
 	Used      uint32
 }
+
+type RedirectorExceptionKey struct {
+	_           structs.HostLayout
+	NetnsCookie uint64
+	Kind        RedirectorExceptionKind
+	Value       uint32
+}
+
+type RedirectorExceptionKind uint32
+
+const (
+	RedirectorExceptionKindEXCEPTION_OUTBOUND_PORT RedirectorExceptionKind = 1
+	RedirectorExceptionKindEXCEPTION_INBOUND_PORT  RedirectorExceptionKind = 2
+	RedirectorExceptionKindEXCEPTION_INTERFACE     RedirectorExceptionKind = 3
+)
 
 type RedirectorFlowKey struct {
 	_           structs.HostLayout
@@ -123,7 +151,8 @@ type RedirectorPod struct {
 	RestoreFwmarkReflectV6 uint8
 	BypassInbound          uint8
 	DnsCapture             uint8
-	Reserved               [3]uint8
+	HasExceptions          uint8
+	Reserved               [2]uint8
 }
 
 type RedirectorPodCounters struct {
@@ -153,6 +182,12 @@ type RedirectorPodCounters struct {
 	DnsCaptured        uint64
 	DnsRefused         uint64
 	StraysDropped      uint64
+	ExcludedOutbound   uint64
+	ExcludedInbound    uint64
+	BypassedInbound    uint64
+	Rerouted           uint64
+	SealExcluded       uint64
+	UnownedDropped     uint64
 }
 
 type RedirectorProbeIdentity uint32
@@ -194,6 +229,8 @@ type RedirectorSocketVerdict struct {
 	ProbeTarget uint64
 	ByProxy     uint32
 	Connects    uint32
+	Listens     uint32
+	Reserved    uint32
 }
 
 type RedirectorTailCall uint32
@@ -209,17 +246,22 @@ const (
 const (
 	RedirectorMapAdmitted           = "admitted"
 	RedirectorMapCgroups            = "cgroups"
+	RedirectorMapCidrs              = "cidrs"
 	RedirectorMapConfig             = "config"
 	RedirectorMapCounters           = "counters"
 	RedirectorMapDnsBounds          = "dns_bounds"
 	RedirectorMapDnsNotes           = "dns_notes"
+	RedirectorMapExceptions         = "exceptions"
 	RedirectorMapLayout             = "layout"
 	RedirectorMapListeners          = "listeners"
+	RedirectorMapMachines           = "machines"
 	RedirectorMapOwnAddrs           = "own_addrs"
 	RedirectorMapPods               = "pods"
 	RedirectorMapProbeTargets       = "probe_targets"
 	RedirectorMapSockets            = "sockets"
 	RedirectorMapTailCalls          = "tail_calls"
+	RedirectorProgRedirBind4        = "redir_bind4"
+	RedirectorProgRedirBind6        = "redir_bind6"
 	RedirectorProgRedirConnect4     = "redir_connect4"
 	RedirectorProgRedirConnect6     = "redir_connect6"
 	RedirectorProgRedirCreate       = "redir_create"
@@ -279,6 +321,8 @@ type RedirectorSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type RedirectorProgramSpecs struct {
+	RedirBind4        *ebpf.ProgramSpec `ebpf:"redir_bind4"`
+	RedirBind6        *ebpf.ProgramSpec `ebpf:"redir_bind6"`
 	RedirConnect4     *ebpf.ProgramSpec `ebpf:"redir_connect4"`
 	RedirConnect6     *ebpf.ProgramSpec `ebpf:"redir_connect6"`
 	RedirCreate       *ebpf.ProgramSpec `ebpf:"redir_create"`
@@ -302,12 +346,15 @@ type RedirectorProgramSpecs struct {
 type RedirectorMapSpecs struct {
 	Admitted     *ebpf.MapSpec `ebpf:"admitted"`
 	Cgroups      *ebpf.MapSpec `ebpf:"cgroups"`
+	Cidrs        *ebpf.MapSpec `ebpf:"cidrs"`
 	Config       *ebpf.MapSpec `ebpf:"config"`
 	Counters     *ebpf.MapSpec `ebpf:"counters"`
 	DnsBounds    *ebpf.MapSpec `ebpf:"dns_bounds"`
 	DnsNotes     *ebpf.MapSpec `ebpf:"dns_notes"`
+	Exceptions   *ebpf.MapSpec `ebpf:"exceptions"`
 	Layout       *ebpf.MapSpec `ebpf:"layout"`
 	Listeners    *ebpf.MapSpec `ebpf:"listeners"`
+	Machines     *ebpf.MapSpec `ebpf:"machines"`
 	OwnAddrs     *ebpf.MapSpec `ebpf:"own_addrs"`
 	Pods         *ebpf.MapSpec `ebpf:"pods"`
 	ProbeTargets *ebpf.MapSpec `ebpf:"probe_targets"`
@@ -343,12 +390,15 @@ func (o *RedirectorObjects) Close() error {
 type RedirectorMaps struct {
 	Admitted     *ebpf.Map `ebpf:"admitted"`
 	Cgroups      *ebpf.Map `ebpf:"cgroups"`
+	Cidrs        *ebpf.Map `ebpf:"cidrs"`
 	Config       *ebpf.Map `ebpf:"config"`
 	Counters     *ebpf.Map `ebpf:"counters"`
 	DnsBounds    *ebpf.Map `ebpf:"dns_bounds"`
 	DnsNotes     *ebpf.Map `ebpf:"dns_notes"`
+	Exceptions   *ebpf.Map `ebpf:"exceptions"`
 	Layout       *ebpf.Map `ebpf:"layout"`
 	Listeners    *ebpf.Map `ebpf:"listeners"`
+	Machines     *ebpf.Map `ebpf:"machines"`
 	OwnAddrs     *ebpf.Map `ebpf:"own_addrs"`
 	Pods         *ebpf.Map `ebpf:"pods"`
 	ProbeTargets *ebpf.Map `ebpf:"probe_targets"`
@@ -360,12 +410,15 @@ func (m *RedirectorMaps) Close() error {
 	return _RedirectorClose(
 		m.Admitted,
 		m.Cgroups,
+		m.Cidrs,
 		m.Config,
 		m.Counters,
 		m.DnsBounds,
 		m.DnsNotes,
+		m.Exceptions,
 		m.Layout,
 		m.Listeners,
+		m.Machines,
 		m.OwnAddrs,
 		m.Pods,
 		m.ProbeTargets,
@@ -384,6 +437,8 @@ type RedirectorVariables struct {
 //
 // It can be passed to LoadRedirectorObjects or ebpf.CollectionSpec.LoadAndAssign.
 type RedirectorPrograms struct {
+	RedirBind4        *ebpf.Program `ebpf:"redir_bind4"`
+	RedirBind6        *ebpf.Program `ebpf:"redir_bind6"`
 	RedirConnect4     *ebpf.Program `ebpf:"redir_connect4"`
 	RedirConnect6     *ebpf.Program `ebpf:"redir_connect6"`
 	RedirCreate       *ebpf.Program `ebpf:"redir_create"`
@@ -403,6 +458,8 @@ type RedirectorPrograms struct {
 
 func (p *RedirectorPrograms) Close() error {
 	return _RedirectorClose(
+		p.RedirBind4,
+		p.RedirBind6,
 		p.RedirConnect4,
 		p.RedirConnect6,
 		p.RedirCreate,

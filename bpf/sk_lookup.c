@@ -9,6 +9,13 @@
  * hence one loop for all three listeners.
  */
 
+/* Values of proxy_port() that are no port. */
+#define TO_APP 0
+#define TO_NOBODY 1
+#define TO_APP_AS_ASKED 2
+#define REROUTED 3     /* to PORT_OUTBOUND, but counted by itself */
+#define NOT_THE_PODS 4 /* to nobody */
+
 /*
  * Gives the SYN to the proxy's newest listener on that port: when a proxy takes over from another, the older one gets no new
  * connections from then on, and loses none when it closes. Never to another member of the listener's SO_REUSEPORT group,
@@ -43,7 +50,9 @@ __noinline int count_steered(__u64 cookie, __u32 port, int assigned)
 	if (!c)
 		return 0;
 	if (assigned) {
-		if (port == PORT_OUTBOUND)
+		if (port == REROUTED)
+			c->rerouted++;
+		else if (port == PORT_OUTBOUND)
 			c->outbound_steered++;
 		else if (port == PORT_INBOUND)
 			c->inbound_steered++;
@@ -51,7 +60,7 @@ __noinline int count_steered(__u64 cookie, __u32 port, int assigned)
 			c->hbone_steered++;
 		return 0;
 	}
-	if (port == PORT_OUTBOUND)
+	if (port == PORT_OUTBOUND || port == REROUTED)
 		c->outbound_no_listener++;
 	else if (port == PORT_INBOUND)
 		c->inbound_no_listener++;
@@ -75,21 +84,21 @@ static __always_inline void packet_addrs(struct bpf_sk_lookup *ctx, union ip_add
 	dst->words[3] = ctx_read32(ctx, local_ip6[3]) | ctx_read32(ctx, local_ip4);
 }
 
-/* Values of proxy_port() that are no port. */
-#define TO_APP 0
-#define TO_NOBODY 1
-
-/* The proxy's ports in the pod are for what is steered there. Whoever connects to them straight would be proxied to them. */
-static __always_inline bool is_loop(__u32 port)
+/* For redir_bind4: where an address comes from. */
+static __always_inline void note_machine(__u64 cookie, const union ip_addr *src, __u32 ifindex)
 {
-	return port == PORT_OUTBOUND || port == PORT_INBOUND;
+	struct own_addr_key key = {.netns_cookie = cookie};
+	struct own_addr value = {.ifindex = ifindex};
+
+	__builtin_memcpy(key.addr, src->bytes, sizeof(key.addr));
+	bpf_map_update_elem(&machines, &key, &value, BPF_ANY);
 }
 
 /*
  * Which of the proxy's listeners is this SYN for, or is it the app's? The order is that of the decisions in
  * docs/ARCHITECTURE.md.
  */
-static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
+static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie, const struct pod *pod)
 {
 	struct flow_key flow = {.netns_cookie = cookie};
 	union ip_addr src, dst;
@@ -122,13 +131,30 @@ static __always_inline __u32 proxy_port(struct bpf_sk_lookup *ctx, __u64 cookie)
 		return ctx->family == AF_INET || bpf_map_lookup_elem(&admitted, &flow) ? TO_APP : TO_NOBODY;
 	}
 
+	/* A machine behind the pod: its connections are like the pod's own, be they to the pod. */
+	if (pod->has_exceptions && is_exception(cookie, EXCEPTION_INTERFACE, ctx->ingress_ifindex)) {
+		if (addr_is_own(cookie, &dst) && (is_loop(ctx->local_port) || ctx->local_port == PORT_HBONE))
+			return TO_NOBODY;
+		note_machine(cookie, &src, ctx->ingress_ifindex);
+		return REROUTED;
+	}
+
 	/* The pod's by a route only, or not yet known. The proxy's connection to it would leave the pod, and come here again. */
 	if (!addr_is_own(cookie, &dst))
-		return TO_NOBODY;
+		return NOT_THE_PODS;
 
 	/* From a process of the host that may. */
 	if (bpf_map_lookup_elem(&admitted, &flow))
 		return is_loop(ctx->local_port) || ctx->local_port == PORT_HBONE ? TO_NOBODY : TO_APP;
+
+	/*
+	 * A pod that asks for its inbound connections, or for those to this port. With all of them left to the app, what is for
+	 * the proxy's own ports would find its listeners.
+	 */
+	if (is_left_to_app(cookie, pod, ctx->local_port))
+		return TO_APP_AS_ASKED;
+	if (pod->bypass_inbound && is_loop(ctx->local_port))
+		return TO_NOBODY;
 
 	/* The mesh tunnel ends at the proxy itself. Assigned, not passed: an app that listens there gets nothing. */
 	return ctx->local_port == PORT_HBONE ? PORT_HBONE : PORT_INBOUND;
@@ -142,19 +168,34 @@ SEC("sk_lookup")
 int redir_steer(struct bpf_sk_lookup *ctx)
 {
 	__u64 cookie = pod_netns_cookie();
+	const struct pod *pod;
 	__u32 port;
 	int assigned;
 
-	if (ctx->protocol != IPPROTO_TCP || !pod_lookup(cookie))
+	if (ctx->protocol != IPPROTO_TCP)
 		return SK_PASS;
-	port = proxy_port(ctx, cookie);
+	pod = pod_lookup(cookie);
+	if (!pod)
+		return SK_PASS;
+	port = proxy_port(ctx, cookie, pod);
 	if (port == TO_APP)
 		return SK_PASS;
+	if (port == TO_APP_AS_ASKED) {
+		if (pod->bypass_inbound)
+			count(cookie, bypassed_inbound);
+		else
+			count(cookie, excluded_inbound);
+		return SK_PASS;
+	}
 	if (port == TO_NOBODY) {
 		count(cookie, loops_dropped);
 		return SK_DROP;
 	}
-	assigned = assign_listener(ctx, cookie, port);
+	if (port == NOT_THE_PODS) {
+		count(cookie, unowned_dropped);
+		return SK_DROP;
+	}
+	assigned = assign_listener(ctx, cookie, port == REROUTED ? PORT_OUTBOUND : port);
 	count_steered(cookie, port, assigned);
 	barrier_var(assigned); /* the verifier does not know that it is 0 or 1, and wants a verdict to be */
 	return assigned ? SK_PASS : SK_DROP;

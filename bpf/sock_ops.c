@@ -121,6 +121,12 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 		return;
 	}
 
+	/* The seal knows them too. */
+	if (is_excluded(cookie, pod, &dst, bpf_ntohl(ctx->remote_port))) {
+		count(cookie, excluded_outbound);
+		return;
+	}
+
 	/* A socket bound to a device takes no route over lo. On failure the SYN leaves as it is, and the seal drops it. */
 	if ((sk->bound_dev_if && bind_to_device(ctx, none)) || set_mark(ctx, mark, MARK_CAPTURE)) {
 		count(cookie, capture_failed);
@@ -163,6 +169,23 @@ static __always_inline void on_close(struct bpf_sock_ops *ctx, struct bpf_sock *
 }
 
 /*
+ * An app has accepted a connection. While the steer program is away, for somebody has detached it, a marked SYN finds a
+ * listener of the pod's own on that port, as if it were the server outside; IPv6 has the answer find its way, too. So what is for
+ * none of the pod's addresses is bound to a device that there cannot be: nothing of it is sent any more, and what comes for it is
+ * answered with a RST.
+ */
+static __always_inline void on_accepted_by_app(struct bpf_sock_ops *ctx, __u64 cookie, const union ip_addr *local)
+{
+	int nowhere = 0x7fffffff;
+
+	if (addr_is_own(cookie, local))
+		return;
+	count(cookie, capture_failed);
+	if (bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTOIFINDEX, &nowhere, sizeof(nowhere)))
+		count(cookie, bind_failed);
+}
+
+/*
  * An inbound connection is two in one network namespace: peer to proxy, and proxy to app with the peer's address as source.
  * Their addresses are the same, and the port that the proxy has chosen may well be one that the peer uses too. The stack
  * tells connections with the same addresses and ports apart by the device they are bound to, so these are: the app's to lo,
@@ -175,9 +198,13 @@ static __always_inline void on_accepted(struct bpf_sock_ops *ctx, struct bpf_soc
 	union ip_addr peer, local;
 	__u32 mark = sk->mark & MARK_MASK;
 
-	if (mark != MARK_REPLY && mark != MARK_PROXY)
+	if (mark == MARK_ACCEPT)
 		return;
 	connection_addrs(ctx, &local, &peer);
+	if (mark != MARK_REPLY && mark != MARK_PROXY) {
+		on_accepted_by_app(ctx, cookie, &local);
+		return;
+	}
 	if (!addr_is_own(cookie, &local))
 		return;
 	if (mark == MARK_PROXY) {
@@ -195,6 +222,7 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 {
 	__u32 port = ctx->local_port;
 	struct listener_key key = {.netns_cookie = cookie, .port = port};
+	struct socket_verdict *verdict;
 	char none[1] = "";
 	int err = 0;
 	__u32 slot;
@@ -232,13 +260,17 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 		bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
 	}
 	count(cookie, listeners_added);
+	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (verdict)
+		verdict->listens = port;
 
 	/*
 	 * What is accepted for an app's connection speaks to that app alone, over lo. With the proxy's mark its packets would
-	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod.
+	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod. The mark
+	 * is one of its own, for where machines are behind the pod, what is accepted for them takes the pod's own routes.
 	 */
 	if (port == PORT_OUTBOUND)
-		set_mark(ctx, sk->mark, MARK_REPLY);
+		set_mark(ctx, sk->mark, MARK_ACCEPT);
 }
 
 /* redir_mark: marks what leaves an enrolled pod and what the proxy sends to its app, and notes where the proxy listens.

@@ -20,9 +20,12 @@
 #define IPV4_FRAGMENT_OFFSET 0x1fff
 #define IPV6_FRAGMENT_OFFSET 0xfff8
 
+#define TCP_DPORT_OFFSET 2
 #define TCP_FLAGS_OFFSET 13
 #define TCP_SYN 0x02
 #define TCP_ACK 0x10
+
+#define TCP_STATE_SYN_RECV 3 /* BPF_TCP_SYN_RECV */
 
 /* Patched by the loader beside the cookie: 14 on devices with an Ethernet header, 0 on those that carry bare IP. */
 #define LINK_HEADER_IMMEDIATE 0x72656469722e6c32
@@ -41,10 +44,12 @@ enum packet_kind {
 	PACKET_STRAYS,  /* for loopback, or for a tag of dns.c: what goes there stays in the pod */
 };
 
-/* A packet's addresses, and where its TCP header is. Valid if it is a SYN-ACK. */
+/* A packet's addresses, and where its TCP header is. Valid if it is a SYN-ACK, or a SYN with straight set. */
 struct packet {
 	union ip_addr src, dst;
 	__u32 tcp;
+	bool by_hops;  /* its sender has named hops, or may have: its destination need not be the last */
+	bool straight; /* its flags are there, and its destination is where it goes */
 };
 
 /* What does a TCP header at this offset do? */
@@ -55,6 +60,7 @@ static __always_inline enum packet_kind tcp_kind(struct __sk_buff *skb, struct p
 	p->tcp = offset;
 	if (bpf_skb_load_bytes(skb, offset + TCP_FLAGS_OFFSET, &flags, sizeof(flags)))
 		return PACKET_OPENS;
+	p->straight = !p->by_hops;
 	if (!(flags & TCP_SYN))
 		return PACKET_OTHER;
 	return flags & TCP_ACK ? PACKET_ANSWERS : PACKET_OPENS;
@@ -72,6 +78,7 @@ static __always_inline enum packet_kind ipv4_kind(struct __sk_buff *skb, struct 
 		return PACKET_STRAYS;
 	if (ip.protocol != IPPROTO_TCP || (ip.frag_off & bpf_htons(IPV4_FRAGMENT_OFFSET)))
 		return PACKET_OTHER; /* a later fragment is nothing without its first */
+	p->by_hops = ip.ihl != sizeof(ip) / 4;
 	return tcp_kind(skb, p, offset + ip.ihl * 4);
 }
 
@@ -95,8 +102,10 @@ static __always_inline enum packet_kind ipv6_kind(struct __sk_buff *skb, struct 
 		switch (next) {
 		case IPPROTO_TCP:
 			return tcp_kind(skb, p, offset);
-		case IPPROTO_HOPOPTS:
 		case IPPROTO_ROUTING:
+			p->by_hops = true;
+			/* fall through */
+		case IPPROTO_HOPOPTS:
 		case IPPROTO_DSTOPTS:
 		case IPPROTO_MH:
 			if (bpf_skb_load_bytes(skb, offset, ext, sizeof(ext)))
@@ -189,6 +198,62 @@ static __always_inline bool answer_is_admitted(struct __sk_buff *skb, __u64 cook
 }
 
 /*
+ * Has the kernel answered here to a SYN that it let in? A request has no full socket, but for Fast Open; a syncookie's answer has
+ * none at all, as has what is forwarded, but that comes from somewhere.
+ */
+static __always_inline bool is_kernels_answer(struct __sk_buff *skb)
+{
+	struct bpf_sock *sk = skb->sk, *full;
+
+	if (!sk)
+		return !skb->ingress_ifindex;
+	full = bpf_sk_fullsock(sk);
+	if (full)
+		return full->state == TCP_STATE_SYN_RECV;
+	return bpf_get_listener_sock(sk) != NULL;
+}
+
+/*
+ * Is this SYN-ACK one that may leave: of the proxy, to a machine behind the pod? Its outbound listener has a mark of its own, and
+ * so has what it accepts.
+ */
+static __always_inline bool answer_is_to_machine(struct __sk_buff *skb)
+{
+	struct bpf_sock *sk = skb->sk, *full;
+
+	if ((skb->mark & MARK_MASK) != MARK_ACCEPT || !is_kernels_answer(skb))
+		return false;
+	if (!sk)
+		return true; /* a syncookie's */
+	full = bpf_sk_fullsock(sk);
+	if (!full)
+		full = bpf_get_listener_sock(sk);
+	return full && socket_is_of_proxy(full);
+}
+
+/* Is this SYN-ACK one that may leave: of the app, to a connection that was left to it? */
+static __always_inline bool answer_is_apps(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
+{
+	const struct pod *pod = pod_lookup(cookie);
+	__u16 port;
+
+	if (!pod || bpf_skb_load_bytes(skb, p->tcp, &port, sizeof(port)))
+		return false;
+	return is_left_to_app(cookie, pod, bpf_ntohs(port)) && is_kernels_answer(skb);
+}
+
+/* Is this SYN one that may leave, for it is excluded where it goes? */
+static __always_inline bool opening_is_excluded(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
+{
+	const struct pod *pod = pod_lookup(cookie);
+	__u16 port;
+
+	if (!pod || !p->straight || bpf_skb_load_bytes(skb, p->tcp + TCP_DPORT_OFFSET, &port, sizeof(port)))
+		return false;
+	return is_excluded(cookie, pod, &p->dst, bpf_ntohs(port));
+}
+
+/*
  * Is the pod enrolled? Either of its entries will do: where one has been lost, apps' connections are captured no more, and
  * must not leave as they are. Enrolment makes the one in counters last, unenrolment removes it first.
  */
@@ -223,6 +288,10 @@ int redir_seal_pkt(struct __sk_buff *skb)
 		return TC_ACT_SHOT;
 	}
 	if (kind == PACKET_OPENS) {
+		if (opening_is_excluded(skb, cookie, &p)) {
+			count(cookie, seal_excluded);
+			return TC_ACT_UNSPEC;
+		}
 		count(cookie, seal_dropped);
 		return TC_ACT_SHOT;
 	}
@@ -232,7 +301,7 @@ int redir_seal_pkt(struct __sk_buff *skb)
 	 */
 	if ((skb->mark & MARK_MASK) == MARK_PROXY && !skb->sk && !skb->ingress_ifindex)
 		return TC_ACT_UNSPEC;
-	if (answer_is_admitted(skb, cookie, &p))
+	if (answer_is_admitted(skb, cookie, &p) || answer_is_apps(skb, cookie, &p) || answer_is_to_machine(skb))
 		return TC_ACT_UNSPEC;
 	count(cookie, seal_dropped_synack);
 	return TC_ACT_SHOT;

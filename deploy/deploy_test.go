@@ -239,7 +239,7 @@ func TestTheDashboardShowsAllMetrics(t *testing.T) {
 	// The same as redirector_proxies; and those per pod that are of use for one pod only.
 	notShown := []string{
 		"ztunnel_connected", "redirector_pods_left_out", "redirector_pod_steered_syns_total", "redirector_pod_dns_queries_total",
-		"redirector_pod_proxy_listeners_total", "redirector_pod_app_listeners_total",
+		"redirector_pod_excluded_syns_total", "redirector_pod_proxy_listeners_total", "redirector_pod_app_listeners_total",
 	}
 	for _, f := range metrics.Families() {
 		shown := regexp.MustCompile(`\b` + f.Name + `(_bucket|_count|_sum)?\b`).MatchString(queries.String())

@@ -12,6 +12,7 @@ group() {
 	# proxy of test/proxies.
 	test)
 		echo /usr/lib/cni/bridge=containernetworking-plugins iptables=iptables
+		group objects
 		echo haproxy=haproxy dig=bind9-dnsutils musl-gcc=musl-tools gcc=gcc python3=python3 unshare=util-linux mount=mount
 		;;
 	race)
@@ -23,10 +24,14 @@ group() {
 		echo clang-19=clang-19 llvm-strip-19=llvm-19 protoc=protobuf-compiler
 		echo /usr/include/bpf/bpf_helpers.h=libbpf-dev /usr/include/linux/bpf.h=linux-libc-dev
 		;;
+	# The second compiler of the programs; the headers are those of generate.
+	objects)
+		echo clang-16=clang-16 /usr/include/bpf/bpf_helpers.h=libbpf-dev /usr/include/linux/bpf.h=linux-libc-dev
+		;;
 	lint) echo shellcheck=shellcheck ;;
 	vm) echo qemu-system-x86_64=qemu-system-x86 xz=xz-utils ;;
 	*)
-		echo "install-deps.sh: unknown group '$1'; there are test, race, format, generate, lint and vm" >&2
+		echo "install-deps.sh: unknown group '$1'; there are test, race, format, generate, objects, lint and vm" >&2
 		exit 2
 		;;
 	esac

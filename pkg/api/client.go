@@ -12,11 +12,13 @@ import (
 	"io/fs"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/explain"
 	"github.com/redirector-dataplane/redirector/pkg/sockfile"
 )
 
@@ -56,6 +58,21 @@ func (c *Client) Enroll(ctx context.Context, request EnrollRequest) (enroll.Pod,
 	return pod, err
 }
 
+// Set has settings of an enrolled pod changed, and returns what is so for it then.
+func (c *Client) Set(ctx context.Context, uid string, request SettingsRequest) (enroll.Pod, error) {
+	var pod enroll.Pod
+	path, err := podPath(uid)
+	if err != nil {
+		return pod, err
+	}
+	body, err := json.Marshal(request)
+	if err != nil {
+		return pod, fmt.Errorf("write the request: %w", err)
+	}
+	err = c.do(ctx, http.MethodPost, path+"/settings", body, &pod)
+	return pod, err
+}
+
 // Unenroll has a pod unenrolled. That it is not enrolled is no error.
 func (c *Client) Unenroll(ctx context.Context, uid string) error {
 	path, err := podPath(uid)
@@ -81,6 +98,35 @@ func (c *Client) Pod(ctx context.Context, uid string) (enroll.Pod, error) {
 	}
 	err = c.do(ctx, http.MethodGet, path, nil, &pod)
 	return pod, err
+}
+
+// Inspect asks for all about one enrolled pod.
+func (c *Client) Inspect(ctx context.Context, uid string) (Inspection, error) {
+	var found Inspection
+	path, err := podPath(uid)
+	if err != nil {
+		return found, err
+	}
+	err = c.do(ctx, http.MethodGet, path+"/inspection", nil, &found)
+	return found, err
+}
+
+// Explain asks what becomes of a connection of the pod with that UID; the query's Cookie is not looked at.
+func (c *Client) Explain(ctx context.Context, uid string, q explain.Query) (explain.Answer, error) {
+	var answer explain.Answer
+	values := url.Values{"pod": {uid}}
+	for name, value := range map[string]string{"by": string(q.By), "protocol": string(q.Protocol)} {
+		if value != "" {
+			values.Set(name, value)
+		}
+	}
+	for name, a := range map[string]netip.AddrPort{"from": q.From, "to": q.To} {
+		if a.Addr().IsValid() {
+			values.Set(name, a.String())
+		}
+	}
+	err := c.do(ctx, http.MethodGet, "/v1/explain?"+values.Encode(), nil, &answer)
+	return answer, err
 }
 
 // Status asks the agent about itself and the node.

@@ -44,7 +44,9 @@ type Options struct {
 	Agent Agent
 	// Identity is asked what is weaker than it was meant to be; nil: nothing is.
 	Identity *identity.Identity
-	Log      *slog.Logger
+	// Conditions are what the agent needs to be ready; nil: nothing more than to run.
+	Conditions func() []Condition
+	Log        *slog.Logger
 }
 
 // Server answers requests.
@@ -107,12 +109,15 @@ func (s *Server) handler(base context.Context) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("/v1/pods", s.methods(map[string]endpoint{http.MethodGet: s.pods, http.MethodPost: s.enrol}))
 	mux.Handle("/v1/pods/{uid}", s.methods(map[string]endpoint{http.MethodGet: s.pod, http.MethodDelete: unenrol}))
+	mux.Handle("/v1/pods/{uid}/inspection", s.methods(map[string]endpoint{http.MethodGet: s.inspect}))
+	mux.Handle("/v1/explain", s.methods(map[string]endpoint{http.MethodGet: s.explain}))
+	mux.Handle("/v1/pods/{uid}/settings", s.methods(map[string]endpoint{http.MethodPost: s.set}))
 	mux.Handle("/v1/status", s.methods(map[string]endpoint{http.MethodGet: s.status}))
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		s.answer(w, nil, &Error{
 			Status:  http.StatusNotFound,
 			Kind:    KindInvalid,
-			Message: fmt.Sprintf("there is no %s: use /v1/pods, /v1/pods/UID or /v1/status", r.URL.Path),
+			Message: fmt.Sprintf("there is no %s: use /v1/pods, /v1/pods/UID, /v1/pods/UID/settings or /v1/status", r.URL.Path),
 		})
 	})
 	return mux
@@ -169,11 +174,16 @@ func (s *Server) answer(w http.ResponseWriter, value any, err error) {
 // refusal sorts an error of pkg/enroll and what is below it.
 func refusal(err error) *Error {
 	e := &Error{Message: oneLine(err), Kind: KindFailed, Status: http.StatusInternalServerError}
+	_, isInvalid := errors.AsType[*enroll.InvalidError](err)
 	switch {
+	case isInvalid:
+		e.Kind, e.Status = KindInvalid, http.StatusBadRequest
 	case errors.Is(err, enroll.ErrPending):
 		e.Kind, e.Status = KindPending, http.StatusGatewayTimeout
 	case errors.Is(err, zds.ErrClosed):
 		e.Kind, e.Status = KindStopping, http.StatusServiceUnavailable
+	case errors.Is(err, enroll.ErrBusy):
+		e.Kind, e.Status = KindBusy, http.StatusServiceUnavailable
 	case errors.Is(err, enroll.ErrTaken):
 		e.Kind, e.Status = KindTaken, http.StatusConflict
 	case errors.Is(err, enroll.ErrNotEnrolled):
@@ -196,17 +206,25 @@ func invalid(err error) *Error {
 	return e
 }
 
+// read reads a request's body, which is about one pod.
+func (s *Server) read(r *http.Request, into any) error {
+	body := json.NewDecoder(r.Body)
+	body.DisallowUnknownFields()
+	if err := body.Decode(into); err != nil {
+		return invalid(fmt.Errorf("read the request (the agent's version is %s): %w", s.Agent.Version, err))
+	}
+	if _, err := body.Token(); !errors.Is(err, io.EOF) {
+		return invalid(errors.New("read the request: there is something behind the pod: send one pod at a time"))
+	}
+	return nil
+}
+
 // enrol captures a pod and waits for a node proxy, if asked to. Capture is not interrupted when whoever asked goes away or the
 // agent stops, so it is never left half done; the wait is, and then the pod is pending, as for any other reason.
 func (s *Server) enrol(r *http.Request) (any, error) {
 	var request EnrollRequest
-	body := json.NewDecoder(r.Body)
-	body.DisallowUnknownFields()
-	if err := body.Decode(&request); err != nil {
-		return nil, invalid(fmt.Errorf("read the request (the agent's version is %s): %w", s.Agent.Version, err))
-	}
-	if _, err := body.Token(); !errors.Is(err, io.EOF) {
-		return nil, invalid(errors.New("read the request: there is something behind the pod: send one pod at a time"))
+	if err := s.read(r, &request); err != nil {
+		return nil, err
 	}
 	if err := request.validate(); err != nil {
 		return nil, invalid(err)
@@ -277,6 +295,19 @@ func (s *Server) pod(r *http.Request) (any, error) {
 		return nil, fmt.Errorf("pod %s: %w", uid, err)
 	}
 	return pod, nil
+}
+
+// set changes settings of a pod: all that are asked for, or none.
+func (s *Server) set(r *http.Request) (any, error) {
+	uid := r.PathValue("uid")
+	var request SettingsRequest
+	if err := s.read(r, &request); err != nil {
+		return nil, err
+	}
+	if err := s.Enroller.Configure(uid, request.Apply); err != nil {
+		return nil, err
+	}
+	return s.pod(r)
 }
 
 // unenrol goes on when whoever asked goes away: a pod is either in or out.

@@ -132,7 +132,7 @@ func (in *Installer) Install() (changed []string, err error) {
 func (in *Installer) installBinary() (changed string, err error) {
 	to := filepath.Join(in.opts.BinDir, PluginType)
 	if err := os.Remove(to + retiredSuffix); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return "", fmt.Errorf("put the plugin back into use: %w", err)
+		return "", fmt.Errorf("put the plugin in %s back into use: %w: name the directory where the runtime looks for CNI plugins", in.opts.BinDir, err)
 	}
 	// It is large, and compared byte by byte only when something is new about it.
 	info, err := os.Lstat(to)

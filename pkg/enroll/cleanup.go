@@ -37,13 +37,10 @@ func Cleanup(bpffs, stateDir string) error {
 		return err // with the notes still there, for another try
 	}
 
-	// And those that were being written when an agent was killed.
-	for _, pattern := range []string{"*" + stateSuffix, ".*" + stateSuffix + "*"} {
-		files, err := filepath.Glob(filepath.Join(stateDir, pattern))
-		errs = append(errs, err)
-		for _, file := range files {
-			errs = append(errs, os.Remove(file))
-		}
+	files, err := filepath.Glob(filepath.Join(stateDir, "*"+stateSuffix))
+	errs = append(errs, err, removeHalfWritten(stateDir))
+	for _, file := range files {
+		errs = append(errs, os.Remove(file))
 	}
 	if len(unread) > 0 {
 		errs = append(errs, fmt.Errorf("of some pods it was not known what to restore: look at their sysctls tcp_fwmark_accept and fwmark_reflect: %w", errors.Join(unread...)))

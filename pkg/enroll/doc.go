@@ -6,7 +6,7 @@
 //
 // An enrolment is a list of steps, each of which may be repeated and knows how it is undone:
 //
-//	state file, own addresses, routing, sysctls, seals, steer program, map entry (capture is on), counters, probe targets, proxy
+//	state file, own addresses, routing, sysctls, seals, steer program, exceptions, map entry (capture is on), counters, probe targets, proxy
 //
 // What fails before capture is on is undone in reverse. Once capture is on it stays on, proxy or not: what should go
 // through the proxy and cannot, does not go.

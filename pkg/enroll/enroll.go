@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/fault"
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
@@ -66,6 +67,8 @@ type Enroller struct {
 	// byCookie says which pod has a network namespace.
 	byCookie map[uint64]*pod
 	repairs  map[Repair]uint64
+	// journal remembers what happened to pods.
+	journal journal.Journal
 	// changing has the pods that the reconcile loop is moving or removing.
 	changing map[string]bool
 
@@ -91,7 +94,10 @@ type pod struct {
 	before before
 	// probed are the addresses under which the host's probes find the pod.
 	probed map[netip.Addr]bool
-	watch  *watch
+	// excepted is what maps exceptions and cidrs are to have of the pod, and reroutes are the interfaces that there are rules for.
+	excepted maps.Exceptions
+	reroutes []string
+	watch    *watch
 	// offered says that the proxy was asked to start anew for the pod, as its listeners could not be found.
 	offered bool
 	// shown is what Pod says of the pod without waiting for the mutex: what was so when it was last released. Nil: nothing.
@@ -210,6 +216,7 @@ func (e *Enroller) capture(spec Spec) error {
 type leftovers struct {
 	ownAddrs map[netip.Addr]int
 	probed   map[netip.Addr]bool
+	excepted maps.Exceptions
 	// captured says that the pod was captured when that agent ended.
 	captured bool
 }
@@ -236,10 +243,11 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 		err := e.apply(p)
 		if err != nil {
 			p.spec = old
+			err = errors.Join(err, e.saveState(p))
 		}
 		return errors.Join(err, ns.Close())
 	}
-	p.ns, p.spec, p.ownAddrs, p.probed, p.since = ns, spec, left.ownAddrs, left.probed, since
+	p.ns, p.spec, p.ownAddrs, p.probed, p.excepted, p.since = ns, spec, left.ownAddrs, left.probed, left.excepted, since
 	p.failing, p.lead, p.unused = "", "", 0
 	if left.captured {
 		// An address that is not in the map as the pod's has become another's: it is not new for this one.
@@ -248,10 +256,20 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 	}
 	if err := e.apply(p); err != nil {
 		e.leave(p)
-		p.ns, p.ownAddrs, p.probed = nil, nil, nil
+		p.forget()
 		return errors.Join(err, ns.Close())
 	}
+	if left.captured {
+		e.happened(p, journal.Adopted, "", "this agent has taken over the pod")
+	} else {
+		e.happened(p, journal.Enrolled, "", "the pod is captured")
+	}
 	return nil
+}
+
+// forget makes it a pod that is not enrolled. Its namespace is the caller's to close.
+func (p *pod) forget() {
+	p.ns, p.ownAddrs, p.probed, p.excepted = nil, nil, nil, maps.Exceptions{}
 }
 
 // take notes that the pod has the network namespace, and fails if another pod does.
@@ -303,10 +321,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 
 	// Loading takes long enough to be done beside all the rest.
 	steer := make(chan steerProgram, 1)
-	go func() {
-		prog, err := e.Datapath.LoadSteer(p.ns)
-		steer <- steerProgram{prog, err}
-	}()
+	go func() { steer <- e.loadSteer(p) }()
 	defer func() {
 		if s, ok := <-steer; ok && s.prog != nil {
 			s.prog.Close()
@@ -354,13 +369,16 @@ func (e *Enroller) apply(p *pod) (err error) {
 	})
 	step("own addresses", func() (func() error, error) { return e.applyOwnAddrs(p, n) })
 	for _, family := range families {
-		step("routing "+familyName(family), func() (func() error, error) { return n.addRouting(family) })
+		step("routing "+familyName(family), func() (func() error, error) {
+			p.reroutes, _ = p.rerouted(n)
+			return n.addRouting(family, p.reroutes)
+		})
 	}
 	var changed maps.Restore
 	step("sysctls", func() (func() error, error) {
 		var err error
-		changed, err = n.setSysctls()
-		return func() error { return n.restoreSysctls(changed) }, err
+		changed, err = p.watch.sysctls.switchOn(p.ns, n.ipv6)
+		return func() error { return restoreSysctls(p.ns, n.ipv6, changed) }, err
 	})
 	step("seal", func() (func() error, error) { return e.applySeals(p, n, true) })
 	step("steer", func() (func() error, error) {
@@ -368,6 +386,10 @@ func (e *Enroller) apply(p *pod) (err error) {
 		close(steer)
 		if s.err != nil {
 			return nil, s.err
+		}
+		if s.prog == nil {
+			p.steer = s.current
+			return nil, nil
 		}
 		defer s.prog.Close()
 		if err := e.Datapath.AttachSteer(p.ns, p.uid, s.prog); err != nil {
@@ -379,19 +401,17 @@ func (e *Enroller) apply(p *pod) (err error) {
 		}
 		return func() error { return e.Datapath.DetachSteer(p.uid) }, err
 	})
+	// Before the entry, which has the programs look for them.
+	step("exceptions", func() (func() error, error) { return e.applyExceptions(p, n) })
 	step("map entry", func() (func() error, error) {
-		exit, err := n.exit(p.ownAddrs)
+		exit, err := n.exit(p.spec.IPs, p.ownAddrs)
 		if err != nil {
 			return nil, err
 		}
 		entry := maps.Pod{
 			UID: p.uid, NetNSInode: p.ns.Inode(), Interface: n.onlyInterface(), Exit: exit, Restore: p.before.Restore,
-			BypassInbound: p.spec.Settings.BypassInbound,
-			DNSCapture:    e.DNSCapture,
 		}
-		if own := p.spec.Settings.DNSCapture; own != nil {
-			entry.DNSCapture = *own
-		}
+		e.putSettings(p, &entry)
 		entry.Restore.TCPFwmarkAccept = entry.Restore.TCPFwmarkAccept || changed.TCPFwmarkAccept
 		entry.Restore.FwmarkReflect = entry.Restore.FwmarkReflect || changed.FwmarkReflect
 		entry.Restore.FwmarkReflectV6 = entry.Restore.FwmarkReflectV6 || changed.FwmarkReflectV6
@@ -400,7 +420,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 		}
 		p.entry, p.ipv6 = entry, n.ipv6
 		if enrolled {
-			return nil, nil
+			return func() error { return e.Datapath.Maps().PutPod(p.ns.Cookie(), known) }, nil
 		}
 		return func() error { return e.Datapath.Maps().DeletePod(p.ns.Cookie()) }, nil
 	})
@@ -431,9 +451,19 @@ func (p *pod) zdsPod() zds.Pod {
 	}
 }
 
+// steerProgram is the steer program to attach; nil: the one that runs is right, with this id.
 type steerProgram struct {
-	prog *ebpf.Program
-	err  error
+	prog    *ebpf.Program
+	current ebpf.ProgramID
+	err     error
+}
+
+// loadSteer loads the pod's steer program unless an earlier agent has left the same one.
+func (e *Enroller) loadSteer(p *pod) (s steerProgram) {
+	if s.current, s.err = e.Datapath.CurrentSteer(p.ns, p.uid); s.err == nil && s.current == 0 {
+		s.prog, s.err = e.Datapath.LoadSteer(p.ns)
+	}
+	return s
 }
 
 // applyOwnAddrs makes the map hold exactly the addresses that the pod has.
@@ -533,12 +563,16 @@ func (p *pod) hadClsact(l netlink.Link) bool {
 	return slices.Contains(p.before.Clsact, l.Attrs().Index) || !slices.Contains(p.before.Links, l.Attrs().Index)
 }
 
-// applySeals gives every interface its seal: a new one to each, or only to those that have none.
+// applySeals gives every interface its seal: this version's to each, or one only to those that have none.
 func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error, err error) {
 	var undos undoList
 	for _, l := range n.links {
 		sealed, err := loader.Sealed(n.handle, l)
-		if err == nil && (renew || !sealed) {
+		right := sealed
+		if err == nil && sealed && renew {
+			right, err = e.Datapath.CurrentSeal(p.ns, n.handle, l)
+		}
+		if err == nil && !right {
 			err = e.Datapath.Seal(p.ns, n.handle, l, p.hadClsact(l))
 		}
 		if err != nil {
@@ -584,7 +618,7 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 	}
 	fault.Point("unenrol: proxies told")
 	p.stopWatch()
-	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed}, p.before); err != nil {
+	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed, excepted: p.excepted}, p.before); err != nil {
 		return err
 	}
 	err := e.removeState(p.uid)
@@ -592,9 +626,10 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 		err = fmt.Errorf("it is out, but would be enrolled again by the next agent: %w: remove that file", err)
 	}
 	fault.Point("unenrol: state file removed")
+	e.happened(p, journal.Unenrolled, "", "the pod is captured no more")
 	e.leave(p)
 	err = errors.Join(err, p.ns.Close())
-	p.ns, p.ownAddrs, p.probed = nil, nil, nil
+	p.forget()
 	return err
 }
 
@@ -636,6 +671,7 @@ func (e *Enroller) clear(uid string, cookie uint64, ns *podns.NetNS, left leftov
 	for addr := range left.probed {
 		errs = append(errs, m.DeleteProbeTarget(addr, uid))
 	}
+	errs = append(errs, m.SetExceptions(cookie, left.excepted, maps.Exceptions{}))
 	fault.Point("unenrol: map entries removed")
 	return errors.Join(errs...)
 }

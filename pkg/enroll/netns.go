@@ -8,26 +8,28 @@ import (
 	"io/fs"
 	"net"
 	"net/netip"
-	"os"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/loader"
-	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
-// What enrolment adds to a pod's routing. One rule per family sends both local marks (0x112 CAPTURE and 0x111 REPLY of
-// bpf/redirector.h) to a table that delivers everything to this very namespace, by lo.
+// What enrolment adds to a pod's routing. One rule per family sends the local marks (0x112 CAPTURE, 0x111 REPLY and 0x113 ACCEPT
+// of bpf/redirector.h) to a table that delivers everything to this very namespace, by lo. What comes by TCP from machines behind
+// the pod is sent there too, by a rule per interface; and then there is one that has the proxy's answers to them take the pod's
+// main table, as long as they are for no address of the pod's.
 const (
-	ruleMark = 0x110
-	ruleMask = 0xffc
-	// rulePriority comes before any rule that a pod usually has, but for the one of the local table.
-	rulePriority = 1
+	ruleMark   = 0x110
+	ruleMask   = 0xffc
+	acceptMark = 0x113
+	acceptMask = 0xfff
+	// These priorities come before any rule that a pod usually has, but for the one of the local table.
+	acceptPriority = 1
+	rulePriority   = 2
 	// routeProtocol marks our rules and routes as ours: a number that rtnetlink.h leaves to administrators.
 	routeProtocol = 0x72
 	// firstTable is where to look for a routing table that the pod does not use. It is beyond what people choose by hand.
@@ -94,8 +96,9 @@ func (n *podNet) close() {
 	}
 }
 
-// addRouting adds the rule and the route of one family and returns how to undo that: nil if both were there.
-func (n *podNet) addRouting(family int) (undo func() error, err error) {
+// addRouting adds the rules and the route of one family and returns how to undo that: nil if all were there. reroute names the
+// interfaces of machines behind the pod, be they there or not.
+func (n *podNet) addRouting(family int, reroute []string) (undo func() error, err error) {
 	if family == unix.AF_INET6 && !n.ipv6 {
 		return nil, nil
 	}
@@ -121,23 +124,73 @@ func (n *podNet) addRouting(family int) (undo func() error, err error) {
 		return fail(fmt.Errorf("add the %s route to lo in table %d: %w", familyName(family), table, err))
 	}
 
-	rule := localRule(family, table)
-	switch err := n.handle.RuleAdd(rule); {
-	case err == nil:
-		undos.add(func() error { return n.handle.RuleDel(rule) })
-	case errors.Is(err, unix.EEXIST):
-	default:
-		return fail(fmt.Errorf("add the %s rule for marked connections: %w", familyName(family), err))
+	for _, rule := range rules(family, table, reroute) {
+		switch err := n.handle.RuleAdd(rule); {
+		case err == nil:
+			undos.add(func() error { return n.handle.RuleDel(rule) })
+		case errors.Is(err, unix.EEXIST):
+		default:
+			return fail(fmt.Errorf("add the %s rule for %s: %w", familyName(family), about(rule), err))
+		}
 	}
 	return undos.orNil(), nil
+}
+
+// about says what a rule of ours is there for.
+func about(rule *netlink.Rule) string {
+	switch {
+	case rule.IifName != "":
+		return "machines behind " + rule.IifName
+	case rule.Mark == acceptMark:
+		return "answers to machines"
+	default:
+		return "marked connections"
+	}
+}
+
+// ours says whether a rule is one that enrolment adds.
+func ours(rule *netlink.Rule) bool {
+	return rule.Protocol == routeProtocol &&
+		(rule.Mark == ruleMark || rule.Mark == acceptMark || rule.Mark == 0 && rule.IifName != "" && rule.IPProto == unix.IPPROTO_TCP)
+}
+
+// dropRules removes rules of interfaces that are gone and are not to be rerouted. Those of an interface that is there stay when it
+// is to be rerouted no more: connections that the proxy has through it go on.
+func (n *podNet) dropRules(family int, reroute []string) error {
+	if family == unix.AF_INET6 && !n.ipv6 {
+		return nil
+	}
+	return n.removeRules(family, func(r *netlink.Rule) bool {
+		there := func(l netlink.Link) bool { return l.Attrs().Name == r.IifName }
+		return r.IifName != "" && !slices.Contains(reroute, r.IifName) && !slices.ContainsFunc(n.links, there)
+	})
+}
+
+// removeRules removes those of our rules that are to go.
+func (n *podNet) removeRules(family int, goes func(*netlink.Rule) bool) error {
+	list, err := n.handle.RuleList(family)
+	if err != nil {
+		return fmt.Errorf("list the %s rules: %w", familyName(family), err)
+	}
+	var errs []error
+	for _, r := range list {
+		if !ours(&r) || !goes(&r) {
+			continue
+		}
+		r.Family = family
+		if err := n.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, fmt.Errorf("remove the %s rule for %s: %w", familyName(family), about(&r), err))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // findTable returns a routing table with nothing in it but what is ours.
 func (n *podNet) findTable(family int) (int, error) {
 	for table := firstTable; table < firstTable+tables; table++ {
-		routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+		routes, err := n.routesIn(family, table)
 		if err != nil {
-			return 0, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
+			return 0, err
 		}
 		foreign := false
 		for _, r := range routes {
@@ -150,25 +203,21 @@ func (n *podNet) findTable(family int) (int, error) {
 	return 0, fmt.Errorf("%s has routes of its own in all tables from %d to %d: remove them from one", n.ns.Path(), firstTable, firstTable+tables-1)
 }
 
+// routesIn lists the routes of a table.
+func (n *podNet) routesIn(family, table int) ([]netlink.Route, error) {
+	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+	if err != nil {
+		return nil, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
+	}
+	return routes, nil
+}
+
 // removeRouting removes our rules and routes of one family, wherever they are.
 func (n *podNet) removeRouting(family int) error {
 	if family == unix.AF_INET6 && !n.ipv6 {
 		return nil
 	}
-	rules, err := n.handle.RuleList(family)
-	if err != nil {
-		return fmt.Errorf("list the %s rules: %w", familyName(family), err)
-	}
-	var errs []error
-	for _, r := range rules {
-		if r.Protocol != routeProtocol || r.Mark != ruleMark {
-			continue
-		}
-		r.Family = family
-		if err := n.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
-			errs = append(errs, fmt.Errorf("remove the %s rule for marked connections: %w", familyName(family), err))
-		}
-	}
+	errs := []error{n.removeRules(family, func(*netlink.Rule) bool { return true })}
 	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return errors.Join(append(errs, fmt.Errorf("list the %s routes: %w", familyName(family), err))...)
@@ -201,66 +250,26 @@ func localRoute(family, table int) *netlink.Route {
 	}
 }
 
-func localRule(family, table int) *netlink.Rule {
-	rule := netlink.NewRule()
-	mask := uint32(ruleMask)
-	rule.Family = family
-	rule.Priority = rulePriority
-	rule.Mark = ruleMark
-	rule.Mask = &mask
-	rule.Table = table
-	rule.Protocol = routeProtocol
-	return rule
-}
-
-// sysctl is one that carries the mark of a connection between proxy and app to the app's side of it, and what is noted of it.
-type sysctl struct {
-	name string
-	// wasZero is set when enrolment finds or found it 0.
-	wasZero *bool
-}
-
-// sysctls lists those that the namespace has, with their places in r.
-func (n *podNet) sysctls(r *maps.Restore) []sysctl {
-	all := []sysctl{
-		{"net/ipv4/tcp_fwmark_accept", &r.TCPFwmarkAccept},
-		{"net/ipv4/fwmark_reflect", &r.FwmarkReflect},
+// rules are those of one family: the one for marks, and if there are interfaces to reroute, those for machines behind them.
+func rules(family, table int, reroute []string) []*netlink.Rule {
+	rule := func(priority, table int, mark, mask uint32) *netlink.Rule {
+		r := netlink.NewRule()
+		r.Family, r.Priority, r.Table, r.Protocol = family, priority, table, routeProtocol
+		if mark != 0 {
+			r.Mark, r.Mask = mark, &mask
+		}
+		return r
 	}
-	if n.ipv6 {
-		all = append(all, sysctl{"net/ipv6/fwmark_reflect", &r.FwmarkReflectV6})
+	all := []*netlink.Rule{rule(rulePriority, table, ruleMark, ruleMask)}
+	if len(reroute) > 0 {
+		all = append(all, rule(acceptPriority, unix.RT_TABLE_MAIN, acceptMark, acceptMask))
+	}
+	for _, name := range reroute {
+		r := rule(rulePriority, table, 0, 0)
+		r.IifName, r.IPProto = name, unix.IPPROTO_TCP
+		all = append(all, r)
 	}
 	return all
-}
-
-// setSysctls sets what is 0 to 1 and returns which these were.
-func (n *podNet) setSysctls() (changed maps.Restore, err error) {
-	err = n.ns.Do(func() (err error) {
-		for _, s := range n.sysctls(&changed) {
-			if *s.wasZero, err = switchOn(s.name); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		err = errors.Join(err, n.restoreSysctls(changed))
-	}
-	return changed, err
-}
-
-func (n *podNet) restoreSysctls(r maps.Restore) error {
-	if r == (maps.Restore{}) {
-		return nil
-	}
-	return n.ns.Do(func() error {
-		var errs []error
-		for _, s := range n.sysctls(&r) {
-			if *s.wasZero {
-				errs = append(errs, writeSysctl(s.name, "0"))
-			}
-		}
-		return errors.Join(errs...)
-	})
 }
 
 // look notes what is so now and enrolment may change.
@@ -272,7 +281,7 @@ func (n *podNet) look() (was before, err error) {
 		return was, err
 	}
 	err = n.ns.Do(func() error {
-		for _, s := range n.sysctls(&was.Restore) {
+		for _, s := range sysctls(n.ipv6, &was.Restore) {
 			value, err := readSysctl(s.name)
 			if err != nil {
 				return err
@@ -282,43 +291,6 @@ func (n *podNet) look() (was before, err error) {
 		return nil
 	})
 	return was, err
-}
-
-// switchOn sets a sysctl of the calling thread's network namespace to 1 if it is 0, and says whether it was.
-func switchOn(name string) (changed bool, err error) {
-	f, err := os.OpenFile(podns.Sysctl(name), os.O_RDWR, 0)
-	if err != nil {
-		return false, fmt.Errorf("set a sysctl (is it writable here? name the node's /proc with --proc): %w", err)
-	}
-	defer f.Close()
-	var value [8]byte
-	n, err := f.Read(value[:])
-	if err != nil {
-		return false, fmt.Errorf("read a sysctl: %w", err)
-	}
-	if strings.TrimSpace(string(value[:n])) != "0" {
-		return false, nil
-	}
-	if _, err := f.WriteAt([]byte("1"), 0); err != nil {
-		return false, fmt.Errorf("set a sysctl: %w", err)
-	}
-	return true, nil
-}
-
-// readSysctl and writeSysctl act on the network namespace of the calling thread.
-func readSysctl(name string) (string, error) {
-	b, err := os.ReadFile(podns.Sysctl(name))
-	if err != nil {
-		return "", fmt.Errorf("read a sysctl: %w", err)
-	}
-	return strings.TrimSpace(string(b)), nil
-}
-
-func writeSysctl(name, value string) error {
-	if err := os.WriteFile(podns.Sysctl(name), []byte(value), 0); err != nil {
-		return fmt.Errorf("set a sysctl (is it writable here? name the node's /proc with --proc): %w", err)
-	}
-	return nil
 }
 
 // addrs lists the addresses of all interfaces, with the index of the interface that carries each.
@@ -361,7 +333,7 @@ func (n *podNet) onlyInterface() string {
 
 // exit is the interface to bind the proxy's connections out to, so that they take no local route: one over which the pod is
 // reached. It is empty if there is no interface, or no route by which something is local that is no address of the pod's.
-func (n *podNet) exit(own map[netip.Addr]int) (string, error) {
+func (n *podNet) exit(ips []netip.Addr, own map[netip.Addr]int) (string, error) {
 	if len(n.links) == 0 {
 		return "", nil
 	}
@@ -374,7 +346,7 @@ func (n *podNet) exit(own map[netip.Addr]int) (string, error) {
 			return "", err
 		}
 		if back {
-			return n.mainLink(own).Attrs().Name, nil
+			return n.mainLink(ips, own).Attrs().Name, nil
 		}
 	}
 	return "", nil
@@ -405,14 +377,45 @@ func (n *podNet) leadsBack(family int, own map[netip.Addr]int) (bool, error) {
 		return false, fmt.Errorf("list the %s rules of %s: %w", familyName(family), n.ns.Path(), err)
 	}
 	return slices.ContainsFunc(rules, func(r netlink.Rule) bool {
+		if r.IifName != "" && r.IifName != "lo" {
+			return false // about what comes in
+		}
 		return ourTable(r.Table) && (r.Mark != ruleMark || r.Mask == nil || *r.Mask != ruleMask)
 	}), nil
 }
 
+// carryNone returns the interfaces that have none of these addresses, and that packets come in by: those that are part of a bridge
+// or a bond, say, come in by that. As long as none has any of the addresses, it is not known which.
+func (n *podNet) carryNone(ips []netip.Addr, own map[netip.Addr]int) []netlink.Link {
+	carry := map[int]bool{}
+	for _, ip := range ips {
+		if index, ok := own[ip.Unmap()]; ok {
+			carry[index] = true
+		}
+	}
+	if len(carry) == 0 {
+		return nil
+	}
+	separate := map[int]bool{0: true}
+	for _, l := range n.links {
+		separate[l.Attrs().Index] = l.Type() == "vrf"
+	}
+	return slices.DeleteFunc(slices.Clone(n.links), func(l netlink.Link) bool {
+		return carry[l.Attrs().Index] || !separate[l.Attrs().MasterIndex]
+	})
+}
+
 func ourTable(table int) bool { return table >= firstTable && table < firstTable+tables }
 
-// mainLink is the interface with the first of the pod's global addresses, or the first of all; there is one.
-func (n *podNet) mainLink(own map[netip.Addr]int) netlink.Link {
+// mainLink is the interface with the addresses that the pod was enrolled with, or with the first of its global ones, or the first
+// of all; there is one.
+func (n *podNet) mainLink(ips []netip.Addr, own map[netip.Addr]int) netlink.Link {
+	for _, ip := range ips {
+		is := func(l netlink.Link) bool { return l.Attrs().Index == own[ip.Unmap()] }
+		if i := slices.IndexFunc(n.links, is); i >= 0 {
+			return n.links[i]
+		}
+	}
 	for _, l := range n.links {
 		for addr, index := range own {
 			if index == l.Attrs().Index && addr.IsGlobalUnicast() {
@@ -438,7 +441,7 @@ func strip(ns *podns.NetNS, was before) error {
 			errs = append(errs, loader.RemoveUnusedClsact(n.handle, l))
 		}
 	}
-	errs = append(errs, n.restoreSysctls(was.Restore))
+	errs = append(errs, restoreSysctls(ns, n.ipv6, was.Restore))
 	for _, family := range families {
 		errs = append(errs, n.removeRouting(family))
 	}

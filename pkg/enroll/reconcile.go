@@ -5,6 +5,7 @@ package enroll
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
@@ -161,18 +163,20 @@ type inMaps struct {
 	pods     map[uint64]maps.Pod
 	ownAddrs map[uint64]map[netip.Addr]int
 	targets  map[netip.Addr]maps.ProbeTarget
+	excepted map[uint64]maps.Exceptions
 	counted  map[uint64]bool
 }
 
 func (e *Enroller) readMaps() (*inMaps, error) {
 	m := e.Datapath.Maps()
 	var have inMaps
-	var errs [4]error
+	var errs [5]error
 	// The pods last: one whose entry is not there has none of the others for long.
 	have.ownAddrs, errs[0] = m.OwnAddrs()
 	have.targets, errs[1] = m.ProbeTargets()
 	have.counted, errs[2] = m.Counted()
-	have.pods, errs[3] = m.Pods()
+	have.excepted, errs[3] = m.Exceptions()
+	have.pods, errs[4] = m.Pods()
 	if err := errors.Join(errs[:]...); err != nil {
 		return nil, err
 	}
@@ -199,7 +203,7 @@ func (e *Enroller) repairMaps(p *pod, have *inMaps) error {
 		}
 		errs = append(errs, err)
 	}
-	errs = append(errs, e.repairOwnAddrs(p, have), e.repairTargets(p, have))
+	errs = append(errs, e.repairOwnAddrs(p, have), e.repairTargets(p, have), e.repairExceptions(p, have))
 	return errors.Join(errs...)
 }
 
@@ -328,10 +332,19 @@ func (e *Enroller) removeStale(have *inMaps) {
 			stale[target.NetNSCookie] = true
 		}
 	}
+	for cookie, excepted := range have.excepted {
+		if unknown(cookie) {
+			errs = append(errs, m.SetExceptions(cookie, excepted, maps.Exceptions{}))
+			stale[cookie] = true
+		}
+	}
 	for cookie := range stale {
 		errs = append(errs, m.DeleteListeners(cookie))
 		e.repairs[RepairStale]++
 		e.Log.Warn("entries in maps were of no pod, and are removed", "what", string(RepairStale), "netns_cookie", cookie)
+		e.journal.Add(journal.Event{
+			Kind: journal.Repaired, What: string(RepairStale), Message: fmt.Sprintf("entries of network namespace %d were of no pod, and are removed", cookie),
+		})
 	}
 	if err := errors.Join(errs...); err != nil {
 		e.Log.Error("cannot remove entries that are of no pod: it is tried again", "error", err)

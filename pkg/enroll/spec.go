@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"regexp"
+	"slices"
 
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
@@ -47,7 +48,7 @@ func ValidateUID(uid string) error {
 	return nil
 }
 
-// Validate says what is wrong with the pod's names and addresses, if anything.
+// Validate says what is wrong with the pod's names, addresses and settings, if anything.
 func (s *Spec) Validate() error {
 	if err := ValidateUID(s.UID); err != nil {
 		return err
@@ -71,6 +72,12 @@ func (s *Spec) Validate() error {
 		if ip.IsUnspecified() || ip.IsMulticast() || ip.IsLoopback() {
 			return fmt.Errorf("bad IP %s: a pod's own address is neither unspecified nor multicast nor loopback", ip)
 		}
+	}
+	if err := s.Settings.Validate(); err != nil {
+		return err
+	}
+	if len(s.IPs) == 0 && slices.Contains(s.Settings.RerouteInterfaces, AutoInterfaces) {
+		return fmt.Errorf("bad %s: %s needs to know the pod's addresses: enroll the pod with them", KeyRerouteInterfaces, AutoInterfaces)
 	}
 	return nil
 }

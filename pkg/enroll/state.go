@@ -3,6 +3,7 @@
 package enroll
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -63,7 +64,11 @@ func (e *Enroller) stateFile(uid string) string { return filepath.Join(e.StateDi
 func (e *Enroller) saveState(p *pod) error {
 	b, err := json.MarshalIndent(savedPod{p.spec, p.ns.Cookie(), p.ns.Inode(), bootID(), p.since, p.before}, "", "  ")
 	if err == nil {
-		err = renameio.WriteFile(e.stateFile(p.uid), b, 0o600)
+		// A new agent finds most files as they should be, and writing is what would take it the longest.
+		if have, errRead := os.ReadFile(e.stateFile(p.uid)); errRead == nil && bytes.Equal(have, b) {
+			return nil
+		}
+		err = renameio.WriteFile(e.stateFile(p.uid), b, 0o600, renameio.WithTempDir(e.StateDir))
 	}
 	if err != nil {
 		return fmt.Errorf("note the pod in %s: %w", e.StateDir, err)
@@ -83,11 +88,28 @@ func (e *Enroller) loadState() (map[string]savedPod, error) {
 	if err := os.MkdirAll(e.StateDir, 0o700); err != nil {
 		return nil, fmt.Errorf("make a directory for what is known of pods: %w", err)
 	}
+	if err := removeHalfWritten(e.StateDir); err != nil {
+		e.Log.Warn("cannot remove what an earlier agent was writing when it was killed", "error", err)
+	}
 	saved, unread, err := readStates(e.StateDir)
 	for _, err := range unread {
 		e.Log.Error("cannot read what is known of a pod: it stays captured, enroll it again", "error", err)
 	}
 	return saved, err
+}
+
+// removeHalfWritten removes what was to become a state file when an agent was killed. Such a file has the name of the one that it was
+// to become between a dot and a number.
+func removeHalfWritten(dir string) error {
+	files, err := filepath.Glob(filepath.Join(dir, ".*"+stateSuffix+"*"))
+	if err != nil {
+		return fmt.Errorf("list them: %w", err)
+	}
+	var errs []error
+	for _, file := range files {
+		errs = append(errs, os.Remove(file))
+	}
+	return errors.Join(errs...)
 }
 
 // readStates reads all state files of this boot in a directory, by UID. unread says which could not be read, and why.
@@ -241,6 +263,10 @@ func (e *Enroller) leftovers() (func(cookie uint64, uid string) leftovers, error
 	if err != nil {
 		return nil, err
 	}
+	excepted, err := e.Datapath.Maps().Exceptions()
+	if err != nil {
+		return nil, err
+	}
 	probed := map[string]map[netip.Addr]bool{}
 	for addr, target := range targets {
 		if probed[target.UID] == nil {
@@ -248,7 +274,9 @@ func (e *Enroller) leftovers() (func(cookie uint64, uid string) leftovers, error
 		}
 		probed[target.UID][addr] = true
 	}
-	return func(cookie uint64, uid string) leftovers { return leftovers{addrs[cookie], probed[uid], true} }, nil
+	return func(cookie uint64, uid string) leftovers {
+		return leftovers{addrs[cookie], probed[uid], excepted[cookie], true}
+	}, nil
 }
 
 // findNetNS opens a network namespace that is known by its numbers; path is where it used to be.

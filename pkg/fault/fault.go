@@ -21,8 +21,10 @@ var Points = map[string][]string{
 	"create": {"create: maps pinned", "create: programs attached", "create: pins in place"},
 	"enrol": {
 		"enrol: watch", "enrol: open", "enrol: state file", "enrol: own addresses", "enrol: routing IPv4", "enrol: routing IPv6",
-		"enrol: sysctls", "enrol: seal", "enrol: steer", "enrol: map entry", "enrol: counters", "enrol: probe targets", "enrol: proxy",
+		"enrol: sysctls", "enrol: seal", "enrol: steer", "enrol: exceptions", "enrol: map entry", "enrol: counters",
+		"enrol: probe targets", "enrol: proxy",
 	},
+	"set": {"set: state file", "set: routing", "set: exceptions", "set: map entry"},
 	"unenrol": {
 		"unenrol: proxies told", "unenrol: capture off", "unenrol: steer detached", "unenrol: namespace restored",
 		"unenrol: map entries removed", "unenrol: state file removed",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package kubeapi is the agent's access to Kubernetes: the few requests that it makes, by client-go's REST client. The clientset and
-// the event recorder of client-go bring the types of all of Kubernetes and of OpenAPI, which took 7 MB of memory on every node.
+// the event recorder of client-go bring the types of all of Kubernetes and of OpenAPI, which takes 7 MB of memory on every node.
 package kubeapi
 
 import (
@@ -29,24 +29,26 @@ func init() {
 	utilruntime.Must(appsv1.AddToScheme(scheme))
 }
 
+// eventQPS, per second, and eventBurst bound the events.
+const eventQPS, eventBurst = 25, 50
+
 // Client asks the API server. Its methods may be called from several goroutines. Their errors are the API server's; see
 // k8s.io/apimachinery/pkg/api/errors.
-type Client struct{ core, apps rest.Interface }
+type Client struct{ core, apps, events rest.Interface }
 
-// New returns a client that does not connect before it is used. All its requests share one limit on their rate, which is the
-// configuration's. It fails when the configuration makes no sense.
+// New returns a client that does not connect before it is used. Its requests share the limit on their rate that the configuration
+// has, QPS and Burst, which must be set; events have one of their own, so that nothing waits for them. It fails when the
+// configuration makes no sense.
 func New(config *rest.Config) (*Client, error) {
 	shared := rest.CopyConfig(config)
-	if shared.RateLimiter == nil && shared.QPS > 0 {
-		shared.RateLimiter = flowcontrol.NewTokenBucketRateLimiter(shared.QPS, shared.Burst)
-	}
 	shared.NegotiatedSerializer = rest.CodecFactoryForGeneratedClient(scheme, serializer.NewCodecFactory(scheme)).WithoutConversion()
 	transport, err := rest.HTTPClientFor(shared)
 	if err != nil {
 		return nil, fmt.Errorf("make a client for the API server: %w", err)
 	}
-	of := func(path string, version schema.GroupVersion) (rest.Interface, error) {
+	of := func(path string, version schema.GroupVersion, limit flowcontrol.RateLimiter) (rest.Interface, error) {
 		one := rest.CopyConfig(shared)
+		one.RateLimiter = limit
 		one.APIPath, one.GroupVersion = path, &version
 		client, err := rest.RESTClientForConfigAndClient(one, transport)
 		if err != nil {
@@ -54,15 +56,20 @@ func New(config *rest.Config) (*Client, error) {
 		}
 		return client, nil
 	}
-	core, err := of("/api", corev1.SchemeGroupVersion)
+	limit := flowcontrol.NewTokenBucketRateLimiter(config.QPS, config.Burst)
+	core, err := of("/api", corev1.SchemeGroupVersion, limit)
 	if err != nil {
 		return nil, err
 	}
-	apps, err := of("/apis", appsv1.SchemeGroupVersion)
+	apps, err := of("/apis", appsv1.SchemeGroupVersion, limit)
 	if err != nil {
 		return nil, err
 	}
-	return &Client{core: core, apps: apps}, nil
+	events, err := of("/api", corev1.SchemeGroupVersion, flowcontrol.NewTokenBucketRateLimiter(eventQPS, eventBurst))
+	if err != nil {
+		return nil, err
+	}
+	return &Client{core: core, apps: apps, events: events}, nil
 }
 
 // Pod gets a pod.
@@ -98,7 +105,7 @@ func (c *Client) PatchPodStatus(ctx context.Context, namespace, name string, pat
 
 // CreateEvent makes an event, in the namespace that it names.
 func (c *Client) CreateEvent(ctx context.Context, event *corev1.Event) error {
-	return c.core.Post().Namespace(event.Namespace).Resource("events").Body(event).Do(ctx).Error()
+	return c.events.Post().Namespace(event.Namespace).Resource("events").Body(event).Do(ctx).Error()
 }
 
 // WatchPods lists and watches the pods that a field selector selects, of all namespaces.

@@ -75,10 +75,10 @@ func Open(opts Options) (*Datapath, error) {
 	if err := CheckFeatures(); err != nil {
 		return nil, err
 	}
-	if err := checkCgroup(opts.Cgroup); err != nil {
+	if err := CheckCgroup(opts.Cgroup); err != nil {
 		return nil, err
 	}
-	if err := checkBPFFS(opts.BPFFS); err != nil {
+	if err := CheckBPFFS(opts.BPFFS); err != nil {
 		return nil, err
 	}
 	spec, err := bpf.LoadRedirector()
@@ -406,7 +406,7 @@ func (d *Datapath) makeMap(spec *ebpf.MapSpec, old *ebpf.Map) (*ebpf.Map, error)
 func (d *Datapath) replacePins(pinned, made map[string]*ebpf.Map) error {
 	for name := range made {
 		old := pinned[name]
-		if old != nil && old.Type() != ebpf.Hash && old.Type() != ebpf.Array {
+		if old != nil && old.Type() != ebpf.Hash && old.Type() != ebpf.Array && old.Type() != ebpf.LPMTrie {
 			if err := keep(d.bpffs, name, old); err != nil {
 				return err
 			}
@@ -485,6 +485,8 @@ var nodePrograms = []struct {
 	{"sock_ops", bpf.RedirectorProgRedirMark, ebpf.AttachCGroupSockOps, false},
 	{"sock_create", bpf.RedirectorProgRedirCreate, ebpf.AttachCGroupInetSockCreate, true},
 	{"setsockopt", bpf.RedirectorProgRedirSetsockopt, ebpf.AttachCGroupSetsockopt, false},
+	{"bind4", bpf.RedirectorProgRedirBind4, ebpf.AttachCGroupInet4Bind, false},
+	{"bind6", bpf.RedirectorProgRedirBind6, ebpf.AttachCGroupInet6Bind, false},
 	// What reads the notes of DNS queries comes before what writes them.
 	{"recvmsg4", bpf.RedirectorProgRedirRecvmsg4, ebpf.AttachCGroupUDP4Recvmsg, false},
 	{"recvmsg6", bpf.RedirectorProgRedirRecvmsg6, ebpf.AttachCGroupUDP6Recvmsg, false},
@@ -700,6 +702,9 @@ func (d *Datapath) byName() map[string]*ebpf.Map {
 		bpf.RedirectorMapLayout:       m.RedirectorMaps.Layout,
 		bpf.RedirectorMapDnsNotes:     m.RedirectorMaps.DnsNotes,
 		bpf.RedirectorMapDnsBounds:    m.RedirectorMaps.DnsBounds,
+		bpf.RedirectorMapExceptions:   m.RedirectorMaps.Exceptions,
+		bpf.RedirectorMapCidrs:        m.RedirectorMaps.Cidrs,
+		bpf.RedirectorMapMachines:     m.RedirectorMaps.Machines,
 	}
 }
 

@@ -37,8 +37,8 @@ func (e *InUseError) Error() string {
 // Is says that it is ErrInUse.
 func (e *InUseError) Is(target error) bool { return target == ErrInUse }
 
-// checkBPFFS says what is wrong with a directory for pins, if anything.
-func checkBPFFS(dir string) error {
+// CheckBPFFS says what is wrong with a directory for pins, if anything.
+func CheckBPFFS(dir string) error {
 	if !filepath.IsAbs(dir) || filepath.Clean(dir) != dir {
 		return fmt.Errorf("bpffs %q is not a clean absolute path: use one like /sys/fs/bpf/redirector", dir)
 	}
@@ -56,8 +56,8 @@ func checkBPFFS(dir string) error {
 	return nil
 }
 
-// checkCgroup says what is wrong with a cgroup2 directory, if anything.
-func checkCgroup(dir string) error {
+// CheckCgroup says what is wrong with a cgroup2 directory, if anything.
+func CheckCgroup(dir string) error {
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil {
 		return fmt.Errorf("cgroup %q: %w: name a directory of the cgroup2 filesystem", dir, err)

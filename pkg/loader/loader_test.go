@@ -17,6 +17,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -28,10 +29,40 @@ func init() { runtime.LockOSThread() }
 func TestFeatures(t *testing.T) {
 	for _, f := range Features() {
 		t.Run(f.Name, func(t *testing.T) {
-			if err := f.probe(); err != nil {
+			if err := f.Probe(); err != nil {
 				t.Skipf("needs kernel %s: %v", f.Since, err)
 			}
 		})
+	}
+}
+
+// What is asked of the kernel before anything is loaded must be all that the programs call, for the refusal to name it.
+func TestFeaturesAreAllThatTheProgramsCall(t *testing.T) {
+	// In every kernel since 4.19, the oldest that has the features of that time.
+	always := []asm.BuiltinFunc{
+		asm.FnMapLookupElem, asm.FnMapUpdateElem, asm.FnMapDeleteElem, asm.FnTailCall, asm.FnSkbLoadBytes,
+		asm.FnSockHashUpdate, asm.FnSockOpsCbFlagsSet,
+	}
+	probed := map[helper]bool{}
+	for _, f := range Features() {
+		if f.Optional {
+			continue
+		}
+		for _, h := range f.helpers {
+			probed[h] = true
+		}
+	}
+	spec, err := bpf.LoadRedirector()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, prog := range spec.Programs {
+		for _, ins := range prog.Instructions {
+			fn := asm.BuiltinFunc(ins.Constant)
+			if ins.IsBuiltinCall() && !slices.Contains(always, fn) && !probed[helper{prog.Type, fn}] {
+				t.Errorf("program %s (%v) calls %v, which no feature names: add it to one in features.go", name, prog.Type, fn)
+			}
+		}
 	}
 }
 
@@ -63,6 +94,34 @@ func TestOpenNamesWhatTheKernelLacks(t *testing.T) {
 	}
 	t.Log(err)
 	wantNoPins(t, b)
+}
+
+// A program that the verifier rejects is named, and its log is not in the way.
+func TestTheAgentSaysInOneLineWhatTheVerifierRejects(t *testing.T) {
+	if err := CheckFeatures(); err != nil {
+		t.Skip(err)
+	}
+	spec, err := bpf.LoadRedirector()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// It ends without a result, after all that it does otherwise.
+	broken := spec.Programs[bpf.RedirectorProgRedirMark]
+	for i, ins := range broken.Instructions {
+		if ins.OpCode.JumpOp() == asm.Exit {
+			broken.Instructions[i] = asm.LoadMem(asm.R0, asm.R10, 8, asm.DWord).WithMetadata(ins.Metadata)
+			break
+		}
+	}
+	d := &Datapath{maps: new(maps.Maps)}
+	if err := spec.LoadAndAssign(&d.maps.RedirectorMaps, nil); err != nil {
+		t.Fatal(err)
+	}
+	err = errors.Join(d.load(spec), d.Close())
+	if err == nil || !strings.Contains(err.Error(), broken.Name) || strings.Contains(err.Error(), "\n") {
+		t.Errorf("%v, want one line with %s", err, broken.Name)
+	}
+	t.Log(err)
 }
 
 func open(t *testing.T, b *bed.Bed) *Datapath {
@@ -129,10 +188,10 @@ func TestOpenPinsWhatTheDesignSays(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{
-		"links/connect4", "links/connect6", "links/getpeername4", "links/getpeername6", "links/recvmsg4", "links/recvmsg6",
-		"links/sendmsg4", "links/sendmsg6", "links/setsockopt", "links/sock_create", "links/sock_ops",
-		"maps/admitted", "maps/cgroups", "maps/config", "maps/counters", "maps/dns_bounds", "maps/dns_notes", "maps/layout",
-		"maps/listeners", "maps/own_addrs", "maps/pods", "maps/probe_targets", "maps/sockets", "maps/tail_calls",
+		"links/bind4", "links/bind6", "links/connect4", "links/connect6", "links/getpeername4", "links/getpeername6",
+		"links/recvmsg4", "links/recvmsg6", "links/sendmsg4", "links/sendmsg6", "links/setsockopt", "links/sock_create", "links/sock_ops",
+		"maps/admitted", "maps/cgroups", "maps/cidrs", "maps/config", "maps/counters", "maps/dns_bounds", "maps/dns_notes",
+		"maps/exceptions", "maps/layout", "maps/listeners", "maps/machines", "maps/own_addrs", "maps/pods", "maps/probe_targets", "maps/sockets", "maps/tail_calls",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("pinned are %v, want %v", got, want)
@@ -387,7 +446,20 @@ func TestFindCgroup2(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := checkCgroup(dir); err != nil {
+	if err := CheckCgroup(dir); err != nil {
 		t.Error(err)
 	}
+}
+
+func TestTheJITIsOff(t *testing.T) {
+	jited, err := TryJIT()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if jited {
+		t.Skip("the JIT is on here")
+	}
+	// Without it programs that call functions, and programs by way of a map, must load all the same.
+	b := bed.ForTest(t, bed.Options{})
+	open(t, b)
 }

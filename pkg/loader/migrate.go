@@ -47,7 +47,7 @@ func copyEntries(to, from *ebpf.Map) error {
 	switch from.Type() {
 	default:
 		return nil
-	case ebpf.Hash, ebpf.Array:
+	case ebpf.Hash, ebpf.Array, ebpf.LPMTrie:
 	case ebpf.PerCPUHash:
 		cpus, err := ebpf.PossibleCPU()
 		if err != nil {

@@ -34,6 +34,19 @@ func (d *Datapath) LoadSteer(ns *podns.NetNS) (*ebpf.Program, error) {
 	return d.steer.load(ns.Cookie(), 0)
 }
 
+// CurrentSteer returns the id of the program that the pod's pinned link runs in the namespace, if it is what LoadSteer would load;
+// 0: it is not, or there is none.
+func (d *Datapath) CurrentSteer(ns *podns.NetNS, uid string) (ebpf.ProgramID, error) {
+	id, err := d.SteerProgram(ns, uid)
+	if err != nil || id == 0 {
+		return 0, err
+	}
+	if same, err := d.steer.is(id, ns.Cookie(), 0); err != nil || !same {
+		return 0, err
+	}
+	return id, nil
+}
+
 // AttachSteer makes the program decide about new connections in the pod's network namespace, and pins the link. A program
 // that is there already is replaced without a gap. On failure nothing is left.
 func (d *Datapath) AttachSteer(ns *podns.NetNS, uid string, prog *ebpf.Program) (err error) {
@@ -109,12 +122,7 @@ func (d *Datapath) DetachSteer(uid string) error {
 // interrupted: then it stays when the seal goes.
 func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link, foreignQdisc bool) error {
 	attrs := l.Attrs()
-	linkHeader := 0
-	// Of the kinds of link that pods have, these alone have a header of their own before the IP packet.
-	if attrs.EncapType == "ether" {
-		linkHeader = ethernetHeader
-	}
-	prog, err := d.seal.load(ns.Cookie(), linkHeader)
+	prog, err := d.seal.load(ns.Cookie(), linkHeaderOf(l))
 	if err != nil {
 		return err
 	}
@@ -165,6 +173,24 @@ func (d *Datapath) Seal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link,
 		}
 	}
 	return err
+}
+
+// linkHeaderOf is the length, in bytes, of what comes before the IP packet.
+func linkHeaderOf(l netlink.Link) int {
+	// Of the kinds of link that pods have, these alone have a header of their own.
+	if l.Attrs().EncapType == "ether" {
+		return ethernetHeader
+	}
+	return 0
+}
+
+// CurrentSeal says whether the interface has the seal that Seal would give it, and nothing besides that Seal would change.
+func (d *Datapath) CurrentSeal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link) (bool, error) {
+	found, first, err := seals(handle, l)
+	if err != nil || !first || len(found) != 1 {
+		return false, err
+	}
+	return d.seal.is(ebpf.ProgramID(found[0].Id), ns.Cookie(), linkHeaderOf(l))
 }
 
 // Sealed says whether the interface has its seal, and no filter before it, which could keep it from being asked.

@@ -4,9 +4,11 @@
 // from the C types by bpf2go. What writes to which map:
 //
 //	pods, own_addrs   user space; programs read
+//	exceptions, cidrs user space; programs read
 //	counters          user space makes and removes entries; programs count
 //	listeners         the sock_ops program; user space looks, and clears after a pod has left
 //	admitted          the sock_ops program
+//	machines          the programs of pods
 //	probe_targets     user space; programs read
 //	config, cgroups   user space; programs read
 //	sockets           the cgroup programs; user space, for what the proxy had before these were there
@@ -33,6 +35,7 @@ const (
 	PortOutbound = 15001 // what the pod's apps send
 	PortInbound  = 15006 // what peers send in plain
 	PortHBONE    = 15008 // the mesh tunnel
+	PortDNS      = 15053 // what its apps ask of DNS servers, on loopback
 )
 
 // The slots of the listeners map, as in bpf/redirector.h.
@@ -63,6 +66,7 @@ type Pod struct {
 
 	BypassInbound bool // peers' connections go to the app, not to the proxy
 	DNSCapture    bool // DNS queries go to the proxy
+	HasExceptions bool // there are entries in maps exceptions or cidrs to look for
 }
 
 // Restore names the sysctls that were 0 before enrolment, and that must be 0 again after it.
@@ -84,6 +88,7 @@ func (m *Maps) PutPod(cookie uint64, pod Pod) error {
 		RestoreFwmarkReflectV6: bit(pod.Restore.FwmarkReflectV6),
 		BypassInbound:          bit(pod.BypassInbound),
 		DnsCapture:             bit(pod.DNSCapture),
+		HasExceptions:          bit(pod.HasExceptions),
 	}
 	putString(value.Uid[:], pod.UID)
 	putString(value.Ifname[:], pod.Interface)
@@ -111,13 +116,10 @@ func (m *Maps) DeletePod(cookie uint64) error {
 // Pods returns all entries by netns cookie.
 func (m *Maps) Pods() (map[uint64]Pod, error) {
 	all := map[uint64]Pod{}
-	var key bpf.RedirectorNetnsKey
-	var value bpf.RedirectorPod
-	it := m.RedirectorMaps.Pods.Iterate()
-	for it.Next(&key, &value) {
-		all[key.NetnsCookie] = podOf(&value)
-	}
-	if err := it.Err(); err != nil {
+	err := each(m.RedirectorMaps.Pods, func(key *bpf.RedirectorNetnsKey, value *bpf.RedirectorPod) {
+		all[key.NetnsCookie] = podOf(value)
+	})
+	if err != nil {
 		return nil, fmt.Errorf("map pods: iterate: %w", err)
 	}
 	return all, nil
@@ -136,6 +138,7 @@ func podOf(value *bpf.RedirectorPod) Pod {
 		},
 		BypassInbound: value.BypassInbound != 0,
 		DNSCapture:    value.DnsCapture != 0,
+		HasExceptions: value.HasExceptions != 0,
 	}
 }
 
@@ -175,16 +178,13 @@ func (m *Maps) DeleteOwnAddr(cookie uint64, addr netip.Addr) error {
 // through the whole map.
 func (m *Maps) OwnAddrs() (map[uint64]map[netip.Addr]int, error) {
 	all := map[uint64]map[netip.Addr]int{}
-	var key bpf.RedirectorOwnAddrKey
-	var value bpf.RedirectorOwnAddr
-	it := m.RedirectorMaps.OwnAddrs.Iterate()
-	for it.Next(&key, &value) {
+	err := each(m.RedirectorMaps.OwnAddrs, func(key *bpf.RedirectorOwnAddrKey, value *bpf.RedirectorOwnAddr) {
 		if all[key.NetnsCookie] == nil {
 			all[key.NetnsCookie] = map[netip.Addr]int{}
 		}
 		all[key.NetnsCookie][netip.AddrFrom16(key.Addr).Unmap()] = int(value.Ifindex)
-	}
-	if err := it.Err(); err != nil {
+	})
+	if err != nil {
 		return nil, fmt.Errorf("map own_addrs: iterate: %w", err)
 	}
 	return all, nil
@@ -265,9 +265,10 @@ func (m *Maps) PutListener(cookie uint64, port uint16, ipv6 bool, fd int) error 
 	return nil
 }
 
-// NoteProxySocket has a socket count as made by the proxy, as the cgroup program does for those that it sees made.
-func (m *Maps) NoteProxySocket(fd int) error {
-	if err := m.RedirectorMaps.Sockets.Put(int32(fd), bpf.RedirectorSocketVerdict{ByProxy: 1}); err != nil {
+// NoteProxyListener has a socket count as made by the proxy, and as a listener that is steered to, as the programs do for those that
+// they see made.
+func (m *Maps) NoteProxyListener(fd int, port uint16) error {
+	if err := m.RedirectorMaps.Sockets.Put(int32(fd), bpf.RedirectorSocketVerdict{ByProxy: 1, Listens: uint32(port)}); err != nil {
 		return fmt.Errorf("map sockets: note a socket of the proxy: %w", explain(err))
 	}
 	return nil
@@ -421,16 +422,22 @@ func (m *Maps) DeleteProbeTarget(addr netip.Addr, uid string) error {
 // ProbeTargets returns all addresses that probes may be for.
 func (m *Maps) ProbeTargets() (map[netip.Addr]ProbeTarget, error) {
 	all := map[netip.Addr]ProbeTarget{}
-	var key bpf.RedirectorProbeTargetKey
-	var value bpf.RedirectorProbeTarget
-	it := m.RedirectorMaps.ProbeTargets.Iterate()
-	for it.Next(&key, &value) {
+	err := each(m.RedirectorMaps.ProbeTargets, func(key *bpf.RedirectorProbeTargetKey, value *bpf.RedirectorProbeTarget) {
 		all[netip.AddrFrom16(key.Addr).Unmap()] = ProbeTarget{value.NetnsCookie, stringOf(value.Uid[:])}
-	}
-	if err := it.Err(); err != nil {
+	})
+	if err != nil {
 		return nil, fmt.Errorf("map probe_targets: iterate: %w", err)
 	}
 	return all, nil
+}
+
+// ProbeTargetOf returns the pod that probes of an address are for; the error wraps ebpf.ErrKeyNotExist if there is none.
+func (m *Maps) ProbeTargetOf(addr netip.Addr) (ProbeTarget, error) {
+	var value bpf.RedirectorProbeTarget
+	if err := m.RedirectorMaps.ProbeTargets.Lookup(bpf.RedirectorProbeTargetKey{Addr: addr.As16()}, &value); err != nil {
+		return ProbeTarget{}, fmt.Errorf("map probe_targets: look up %s: %w", addr, err)
+	}
+	return ProbeTarget{value.NetnsCookie, stringOf(value.Uid[:])}, nil
 }
 
 // CgroupRole says what a cgroup is for; groups below it count too.
@@ -600,6 +607,19 @@ func (m *Maps) Admitted() (int, error) {
 	return n, nil
 }
 
+// IsAdmitted says whether a connection of the pod's, as its receiver sees it, is admitted to the app right now.
+func (m *Maps) IsAdmitted(cookie uint64, src, dst netip.AddrPort) (bool, error) {
+	key := bpf.RedirectorFlowKey{
+		NetnsCookie: cookie, Src: src.Addr().As16(), Dst: dst.Addr().As16(), Sport: uint32(src.Port()), Dport: uint32(dst.Port()),
+	}
+	var value bpf.RedirectorAdmission
+	err := m.RedirectorMaps.Admitted.Lookup(key, &value)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return false, fmt.Errorf("map admitted: look up %s to %s of %d: %w", src, dst, cookie, err)
+	}
+	return err == nil, nil
+}
+
 // Usage is how full a map is.
 type Usage struct {
 	Map      string // its name
@@ -618,6 +638,7 @@ func (m *Maps) Usage() ([]Usage, error) {
 	}{
 		{"pods", all.Pods}, {"own_addrs", all.OwnAddrs}, {"listeners", all.Listeners}, {"admitted", all.Admitted},
 		{"counters", all.Counters}, {"probe_targets", all.ProbeTargets}, {"cgroups", all.Cgroups}, {"dns_bounds", all.DnsBounds},
+		{"exceptions", all.Exceptions}, {"cidrs", all.Cidrs}, {"machines", all.Machines},
 	} {
 		n, err := entries(one.bpf)
 		if err != nil {
@@ -628,8 +649,31 @@ func (m *Maps) Usage() ([]Usage, error) {
 	return usages, nil
 }
 
+// Evicts says whether a map, when it is full, gives up its least recently used entries instead of refusing new ones.
+func Evicts(name string) bool {
+	return name == bpf.RedirectorMapAdmitted || name == bpf.RedirectorMapDnsBounds
+}
+
 // entriesAtOnce is how many entries are fetched with one system call. A bucket of a hash map must fit.
 const entriesAtOnce = 256
+
+// each calls do with all entries of a hash map.
+func each[K, V any](m *ebpf.Map, do func(*K, *V)) error {
+	keys, values := make([]K, entriesAtOnce), make([]V, entriesAtOnce)
+	var cursor ebpf.MapBatchCursor
+	for {
+		got, err := m.BatchLookup(&cursor, keys, values, nil)
+		for i := range got {
+			do(&keys[i], &values[i])
+		}
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			return nil // that was all
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
 
 func entries(m *ebpf.Map) (int, error) {
 	if kind := m.Type(); kind != ebpf.Hash && kind != ebpf.LRUHash {

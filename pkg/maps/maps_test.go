@@ -164,6 +164,61 @@ func TestCgroupRoles(t *testing.T) {
 	}
 }
 
+func TestExceptions(t *testing.T) {
+	m := open(t)
+	prefix := netip.MustParsePrefix
+	want := map[uint64]maps.Exceptions{
+		7: {
+			Values: map[maps.Exception]bool{
+				{Kind: maps.ExceptionOutboundPort, Value: 25}: true, {Kind: maps.ExceptionInboundPort, Value: 65535}: true,
+				{Kind: maps.ExceptionInterface, Value: 1 << 20}: true,
+			},
+			CIDRs: map[netip.Prefix]bool{
+				prefix("0.0.0.0/0"): true, prefix("10.0.0.0/8"): false, prefix("10.1.2.3/32"): true,
+				prefix("::/0"): false, prefix("fd00::/8"): true, prefix("fd00::1/128"): false,
+			},
+		},
+		1<<40 + 1: {
+			Values: map[maps.Exception]bool{{Kind: maps.ExceptionOutboundPort, Value: 25}: true},
+			CIDRs:  map[netip.Prefix]bool{prefix("10.0.0.0/8"): true},
+		},
+	}
+	check := func() {
+		t.Helper()
+		got, err := m.Exceptions()
+		if err != nil || !gomaps.EqualFunc(got, want, maps.Exceptions.Equal) {
+			t.Errorf("the maps have %+v, %v; want %+v", got, err, want)
+		}
+	}
+	for cookie, e := range want {
+		must(t, m.SetExceptions(cookie, maps.Exceptions{}, e))
+	}
+	check()
+	next := maps.Exceptions{
+		Values: map[maps.Exception]bool{{Kind: maps.ExceptionOutboundPort, Value: 26}: true},
+		CIDRs:  map[netip.Prefix]bool{prefix("10.0.0.0/8"): true, prefix("fd00::/8"): true},
+	}
+	must(t, m.SetExceptions(7, want[7], next))
+	want[7] = next
+	check()
+	must(t, m.SetExceptions(7, next, maps.Exceptions{}))
+	must(t, m.SetExceptions(7, next, maps.Exceptions{})) // of what is gone
+	delete(want, 7)
+	check()
+}
+
+func TestAFullTrieSaysSo(t *testing.T) {
+	m := open(t)
+	limit := m.RedirectorMaps.Cidrs.MaxEntries()
+	for i := range limit {
+		must(t, m.PutCIDR(uint64(i), netip.MustParsePrefix("10.0.0.0/8"), true))
+	}
+	err := m.PutCIDR(uint64(limit), netip.MustParsePrefix("10.0.0.0/8"), true)
+	if err == nil || !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), "10.0.0.0/8") {
+		t.Errorf("the entry after the last gets %v", err)
+	}
+}
+
 func TestAFullMapSaysSo(t *testing.T) {
 	m := open(t)
 	limit := m.RedirectorMaps.Cgroups.MaxEntries()
@@ -210,7 +265,7 @@ func TestUsageCountsTheEntriesOfAllMapsThatCanBeFull(t *testing.T) {
 	found := 0
 	for _, field := range all.Fields() {
 		bpfMap, ok := reflect.TypeAssert[*ebpf.Map](field)
-		if !ok || !slices.Contains([]ebpf.MapType{ebpf.Hash, ebpf.LRUHash, ebpf.PerCPUHash, ebpf.SockHash}, bpfMap.Type()) {
+		if !ok || !slices.Contains([]ebpf.MapType{ebpf.Hash, ebpf.LRUHash, ebpf.PerCPUHash, ebpf.SockHash, ebpf.LPMTrie}, bpfMap.Type()) {
 			continue
 		}
 		found++

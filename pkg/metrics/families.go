@@ -55,6 +55,8 @@ var (
 		"SYNs handed to the node proxy, by its listener. Repeated SYNs count, so there may be more than connections.", "listener")
 	droppedPackets = family(Counter, "redirector_dropped_packets_total",
 		"Packets of pods that were dropped because they would have passed without the node proxy.", "direction", "reason")
+	excludedSYNs = family(Counter, "redirector_excluded_syns_total",
+		"SYNs of pods that have left without the node proxy, to what is excluded. Repeated ones count, so there may be more than connections.")
 	bypassAttempts = family(Counter, "redirector_bypass_attempts_total",
 		"Attempts to get past the node proxy that were refused before a packet was made.", "kind")
 	dnsQueries = family(Counter, "redirector_dns_queries_total",
@@ -77,11 +79,15 @@ var series = []counterSeries{
 	{"outbound_captured", connections, []string{"outbound", "captured"}, "the app's `connect()`, on its way to the proxy"},
 	{"proxy_outbound", connections, []string{"outbound", "proxied"}, "the proxy's own, to anything outside the pod"},
 	{"own_address", connections, []string{"outbound", "own_address"}, "the app's, to loopback or one of the pod's own addresses: untouched"},
-	{"capture_failed", connections, []string{"outbound", "failed"}, "could not be marked or bound; does not get past the proxy"},
+	{"excluded_outbound", connections, []string{"outbound", "excluded"}, "the app's, to a port or range that is excluded: untouched"},
+	{"capture_failed", connections, []string{"outbound", "failed"}, "could not be marked, bound or steered; does not get past the proxy"},
 	{"proxy_to_app", connections, []string{"inbound", "proxied"}, "the proxy's, to the app, with the client's address"},
 	{"probes_admitted", connections, []string{"inbound", "probe"}, "the host's probes, to the app"},
+	{"excluded_inbound", connections, []string{"inbound", "excluded"}, "SYNs of peers to a port that is excluded, to the app"},
+	{"bypassed_inbound", connections, []string{"inbound", "bypassed"}, "SYNs of peers, to the app, as the pod asks for all of them"},
 	{"bind_failed", connections, []string{"inbound", "failed"}, "accepted, but could not be bound to their device"},
 	{"outbound_steered", steeredSYNs, []string{"outbound"}, "port 15001: what the pod's apps send"},
+	{"rerouted", steeredSYNs, []string{"outbound_rerouted"}, "port 15001: what machines behind the pod send"},
 	{"inbound_steered", steeredSYNs, []string{"inbound"}, "port 15006: what peers send in plain"},
 	{"hbone_steered", steeredSYNs, []string{"hbone"}, "port 15008: the mesh tunnel"},
 	{"outbound_no_listener", droppedPackets, []string{"outbound", "no_listener"}, "no proxy listens on port 15001"},
@@ -92,6 +98,9 @@ var series = []counterSeries{
 	{"hbone_no_listener", droppedPackets, []string{"inbound", "no_hbone_listener"}, "no proxy listens on port 15008"},
 	{"loops_dropped", droppedPackets, []string{"inbound", "loop"},
 		"SYNs to the proxy's own ports from the pod or its proxy, or from who only says that he is the pod"},
+	{"seal_excluded", excludedSYNs, nil, "fresh SYNs on their way out to what is excluded"},
+	{"unowned_dropped", droppedPackets, []string{"inbound", "unowned"},
+		"SYNs for addresses that are here by a route only: of machines behind the pod that are not rerouted, or the pod claims them"},
 	{"foreign_marks", bypassAttempts, []string{"foreign_mark"}, "sockets with the proxy's mark that no process of a proxy has made"},
 	{"raw_bypass_refused", bypassAttempts, []string{"raw_socket"}, "`setsockopt()` calls that would have sent packets past the seal"},
 	{"dns_captured", dnsQueries, []string{"captured"}, "sent to the proxy"},

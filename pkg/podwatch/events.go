@@ -54,9 +54,11 @@ const (
 	maxEvents = 1000
 	// maxMessage is how long an event's text may be for the API server, in bytes.
 	maxMessage = 1024
-	// eventTimeout bounds one attempt to send an event, and eventPatience the pauses between attempts, which double.
+	// eventTimeout bounds one attempt to send an event, eventRetry the pauses between attempts, which double, and eventPatience
+	// all of it.
 	eventTimeout  = 10 * time.Second
-	eventPatience = 30 * time.Second
+	eventRetry    = 5 * time.Second
+	eventPatience = time.Minute
 )
 
 // said is what an event has said, and when.
@@ -142,18 +144,18 @@ func (w *Watcher) sendEvents(ctx context.Context) {
 }
 
 func (w *Watcher) sendEvent(ctx context.Context, event *corev1.Event) {
-	var err error
-	for wait := firstRetry; wait < eventPatience; wait *= 2 {
-		var cancel context.CancelFunc
+	deadline := time.Now().Add(eventPatience)
+	for wait := firstRetry; ; wait = min(2*wait, eventRetry) {
 		asking, cancel := context.WithTimeout(ctx, eventTimeout)
-		err = w.Client.CreateEvent(asking, event)
+		err := w.Client.CreateEvent(asking, event)
 		cancel()
-		if err == nil || apierrors.IsAlreadyExists(err) {
-			return // it was made, and its answer was lost
-		}
-		if code := apierrors.ReasonForError(err); code != metav1.StatusReasonUnknown && !apierrors.IsTooManyRequests(err) &&
-			!apierrors.IsInternalError(err) && !apierrors.IsServerTimeout(err) && !apierrors.IsTimeout(err) && !apierrors.IsServiceUnavailable(err) {
-			break // it does not want it, and will not
+		switch {
+		case err == nil, ctx.Err() != nil, apierrors.IsAlreadyExists(err): // it was made, and its answer was lost
+			return
+		case isRefusal(err), time.Now().After(deadline):
+			w.Log.Warn("the API server does not take an event", "reason", event.Reason, "about", event.InvolvedObject.Name,
+				"text", event.Message, "error", err)
+			return
 		}
 		select {
 		case <-ctx.Done():
@@ -161,7 +163,17 @@ func (w *Watcher) sendEvent(ctx context.Context, event *corev1.Event) {
 		case <-time.After(wait):
 		}
 	}
-	w.Log.Warn("the API server does not take an event", "reason", event.Reason, "about", event.InvolvedObject.Name, "text", event.Message, "error", err)
+}
+
+// isRefusal says whether the API server has understood a request, and will not do it.
+func isRefusal(err error) bool {
+	switch apierrors.ReasonForError(err) {
+	case metav1.StatusReasonForbidden, metav1.StatusReasonUnauthorized, metav1.StatusReasonNotFound, metav1.StatusReasonInvalid,
+		metav1.StatusReasonBadRequest, metav1.StatusReasonMethodNotAllowed:
+		return true
+	default:
+		return false
+	}
 }
 
 // sayBad makes an event of annotations that make no sense.

@@ -34,41 +34,56 @@ type incident struct {
 
 // incidents are the counters that no pod counts that behaves, on a node that is in order. docs/events.md lists them.
 var incidents = []incident{
-	{"seal_dropped", ReasonBypass, "A packet that would have opened a connection past the node proxy was dropped on its way out of the pod (%s). " +
-		"The pod uses raw or packet sockets, forwards packets, or runs a process outside of its cgroup. " +
+	{"seal_dropped", ReasonBypass, "A packet that would have opened a connection past the node proxy was dropped on its way " +
+		"out of the pod (%s). " +
+		"The pod uses raw or packet sockets, forwards packets, runs a process outside of its cgroup, or was about to connect as " +
+		"it was captured. " +
 		"If that is not meant, take CAP_NET_RAW and CAP_NET_ADMIN from its containers."},
-	{"seal_dropped_synack", ReasonBypass, "An answer to a connection that did not come by the node proxy was dropped on its way out of the pod (%s). " +
-		"Something in the pod accepts connections in the node proxy's stead. " +
+	{"seal_dropped_synack", ReasonBypass, "An answer to a connection that did not come by the node proxy was dropped on its " +
+		"way out of the pod (%s). " +
+		"Something in the pod accepts connections in the node proxy's stead, or was about to as the pod was captured. " +
 		"If that is not meant, take CAP_NET_RAW and CAP_NET_ADMIN from its containers."},
 	{"strays_dropped", ReasonBypass, "A packet for a loopback address was dropped on its way out of the pod (%s). " +
 		"A route or a rule of the pod's own leads it there: see its ip route and ip rule."},
-	{"loops_dropped", ReasonBypass, "A connection to the node proxy's own ports, 15001 or 15006, that came from the pod itself, or says so, was dropped (%s). " +
+	{"loops_dropped", ReasonBypass, "A connection to the node proxy's own ports, 15001 or 15006, that came from the pod " +
+		"itself, or says so, was dropped (%s). " +
 		"Connect to the app's port instead; if nothing in the pod does this, somebody forges its address."},
-	{"foreign_marks", ReasonBypass, "A socket has the node proxy's mark, 0x539, and was not made by a node proxy: the mark was not honoured (%s). " +
+	{"foreign_marks", ReasonBypass, "A socket has the node proxy's mark, 0x539, and was not made by a node proxy: the mark was " +
+		"not honoured (%s). " +
 		"Have the app use another mark, or take CAP_NET_ADMIN from the pod's containers."},
-	{"raw_bypass_refused", ReasonBypass, "A socket option that sends packets past all filters was refused, with EPERM (%s): PACKET_QDISC_BYPASS or AF_XDP. " +
+	{"raw_bypass_refused", ReasonBypass, "A socket option that sends packets past all filters was refused, with EPERM (%s): " +
+		"PACKET_QDISC_BYPASS or AF_XDP. " +
 		"If the app needs it, keep its pod out of the mesh; if not, take CAP_NET_RAW from its containers."},
 	{"capture_failed", ReasonSteering, "A connection could not be sent to the node proxy, and did not come about (%s). " +
 		"See redirector status on the node, and the agent's log."},
-	{"bind_failed", ReasonSteering, "An accepted connection could not be bound to its device (%s), and may be taken for another with the same addresses and ports. " +
+	{"bind_failed", ReasonSteering, "An accepted connection could not be bound to its device (%s), and may be taken for " +
+		"another with the same addresses and ports. " +
 		"See redirector status on the node, and the agent's log."},
+	{"unowned_dropped", ReasonSteering, "A connection for an address that none of the pod's interfaces has was dropped (%s): " +
+		"something behind the pod made it, or the pod has a route for the address. " +
+		"Name the interface of machines behind the pod in the annotation " + annotationReroute + ", or give the address to an interface."},
 	{"dns_refused", ReasonSteering, "A DNS query could not be sent to the node proxy, and went nowhere (%s): " +
 		"the app's socket is bound to a device and an address, or the kernel had no memory. " +
 		"Have the app bind to one of them, or switch DNS capture off for the pod with the annotation " + annotationDNSCapture + "."},
-	{"listeners_rejected", ReasonSteering, "Connections cannot be steered to a listener of the node proxy (%s): there are too many, or it is MPTCP. " +
+	{"listeners_rejected", ReasonSteering, "Connections cannot be steered to a listener of the node proxy (%s): there are too " +
+		"many, or it is MPTCP. " +
 		"Run at most two node proxies at a time, and have them listen without MPTCP."},
-	{"marked_listeners", ReasonSteering, "An app listens with a mark (SO_MARK) of its own (%s): connections that come by the node proxy fail there. " +
+	{"marked_listeners", ReasonSteering, "An app listens with a mark (SO_MARK) of its own (%s): connections that come by the " +
+		"node proxy fail there. " +
 		"Have the app set no mark on its listeners."},
 }
 
 // repairTexts say what was put right of a pod. Kinds that are missing are no news: an entry of a pod that is gone, or a namespace
 // that the runtime has made anew.
 var repairTexts = map[enroll.Repair]string{
-	enroll.RepairSeal: "An interface of the pod had no seal, and has it now (%s): the interface is new, or something has removed the seal's filter. " +
+	enroll.RepairSeal: "An interface of the pod had no seal, and has it now (%s): the interface is new, or something has " +
+		"removed the seal's filter. " +
 		"If the pod makes no interfaces, take CAP_NET_ADMIN from its containers.",
-	enroll.RepairRouting: "A rule or route that leads connections to the node proxy was missing, and is there again (%s): something in the pod changes them. " +
+	enroll.RepairRouting: "A rule or route that leads connections to the node proxy was missing, and is there again (%s): " +
+		"something in the pod changes them. " +
 		"Take CAP_NET_ADMIN from its containers.",
-	enroll.RepairSysctl: "A sysctl that carries marks (tcp_fwmark_accept, fwmark_reflect) was off, and is on again (%s): something in the pod changes it. " +
+	enroll.RepairSysctl: "A sysctl that carries marks (tcp_fwmark_accept, fwmark_reflect) was off, and is on again (%s): " +
+		"something in the pod changes it. " +
 		"Run no privileged containers in it.",
 	enroll.RepairSteer: "The program that steers connections to the node proxy was not the one it should be, and is again (%s): " +
 		"something with root's rights on the node changes links or pins of BPF programs. Look for it on the node.",
@@ -79,6 +94,8 @@ var repairTexts = map[enroll.Repair]string{
 	enroll.RepairOwnAddr: "Map own_addrs had not the addresses of the pod, and has them again (%s): " +
 		"something with root's rights on the node changes BPF maps. Look for it on the node.",
 	enroll.RepairProbeTarget: "Map probe_targets had not the addresses of the pod, and has them again (%s): " +
+		"something with root's rights on the node changes BPF maps. Look for it on the node.",
+	enroll.RepairException: "Map exceptions or cidrs had not what the pod's settings say, and has it again (%s): " +
 		"something with root's rights on the node changes BPF maps. Look for it on the node.",
 	enroll.RepairNode: "A program or a pin that all pods of the node share was missing, and is there again (%s): " +
 		"something with root's rights on the node detaches BPF programs or removes their pins. Look for it on the node.",

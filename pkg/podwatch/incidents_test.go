@@ -17,7 +17,7 @@ import (
 var ordinary = []string{
 	"outbound_captured", "outbound_steered", "outbound_no_listener", "inbound_steered", "inbound_no_listener", "hbone_steered",
 	"hbone_no_listener", "proxy_to_app", "proxy_outbound", "own_address", "probes_admitted", "listeners_added", "unbound_listeners",
-	"dns_captured",
+	"dns_captured", "excluded_outbound", "excluded_inbound", "bypassed_inbound", "rerouted", "seal_excluded",
 }
 
 func TestEachCounterIsAnIncidentOrOrdinary(t *testing.T) {

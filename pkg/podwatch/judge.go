@@ -18,7 +18,10 @@ const (
 
 	annotationBypassInbound = "ambient.istio.io/bypass-inbound-capture" //nolint:gosec // no password: the word is bypass
 	annotationDNSCapture    = "ambient.istio.io/dns-capture"
-	annotationSidecar       = "sidecar.istio.io/status"
+	annotationReroute       = "istio.io/reroute-virtual-interfaces"
+	// annotationPrefix comes before those that istio-cni does not have.
+	annotationPrefix  = "redirector/"
+	annotationSidecar = "sidecar.istio.io/status"
 	// The kubelet's: what a static pod is called in cgroups and by the runtime, and that an object only mirrors one.
 	annotationConfigHash = "kubernetes.io/config.hash"
 	annotationMirror     = "kubernetes.io/config.mirror"

@@ -262,6 +262,41 @@ func TestSettingsOf(t *testing.T) {
 	}
 }
 
+func TestListsAmongTheSettings(t *testing.T) {
+	const ports, cidrs, inbound = "redirector/exclude-outbound-ports", "redirector/exclude-outbound-cidrs", "redirector/exclude-inbound-ports"
+	prefix := netip.MustParsePrefix
+	for _, c := range []struct {
+		name string
+		pod  []func(*corev1.Pod)
+		want enroll.Settings
+		bad  string
+	}{
+		{"none", []func(*corev1.Pod){annotated(annotationReroute, " "), annotated(ports, "")}, enroll.Settings{}, ""},
+		{"interfaces", []func(*corev1.Pod){annotated(annotationReroute, "tap0, br0,br0")}, enroll.Settings{RerouteInterfaces: []string{"br0", "tap0"}}, ""},
+		{"auto", []func(*corev1.Pod){annotated(annotationReroute, "auto")}, enroll.Settings{RerouteInterfaces: []string{"auto"}}, ""},
+		{
+			"exclusions",
+			[]func(*corev1.Pod){annotated(ports, "465,25"), annotated(cidrs, "10.0.0.0/8,!10.1.0.0/16"), annotated(inbound, "9100")},
+			enroll.Settings{
+				ExcludeOutboundPorts: []uint16{25, 465},
+				ExcludeOutboundCIDRs: []enroll.CIDR{{Prefix: prefix("10.0.0.0/8")}, {Prefix: prefix("10.1.0.0/16"), Captured: true}},
+				ExcludeInboundPorts:  []uint16{9100},
+			},
+			"",
+		},
+		{
+			"one bad", []func(*corev1.Pod){annotated(ports, "25"), annotated(inbound, "15008")},
+			enroll.Settings{ExcludeOutboundPorts: []uint16{25}}, inbound + " is ignored",
+		},
+		{"a bad interface", []func(*corev1.Pod){annotated(annotationReroute, "br0,lo")}, enroll.Settings{}, annotationReroute + " is ignored"},
+	} {
+		s, bad := SettingsOf(stripPod(testPod(c.pod...)))
+		if !reflect.DeepEqual(s, c.want) || (c.bad == "") != (len(bad) == 0) || len(bad) > 0 && !strings.Contains(bad[0], c.bad) {
+			t.Errorf("%s: %+v, bad: %q", c.name, s, bad)
+		}
+	}
+}
+
 func TestAddressesOf(t *testing.T) {
 	want := []netip.Addr{netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("fd00::1")}
 	for name, pod := range map[string]*corev1.Pod{

@@ -11,6 +11,14 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 )
 
+// listAnnotations are those that hold lists, as enroll.Settings.Set reads them, with the settings that they are about.
+var listAnnotations = []struct{ annotation, setting string }{
+	{annotationReroute, enroll.KeyRerouteInterfaces},
+	{annotationPrefix + enroll.KeyExcludeOutboundPorts, enroll.KeyExcludeOutboundPorts},
+	{annotationPrefix + enroll.KeyExcludeOutboundCIDRs, enroll.KeyExcludeOutboundCIDRs},
+	{annotationPrefix + enroll.KeyExcludeInboundPorts, enroll.KeyExcludeInboundPorts},
+}
+
 // SettingsOf reads what a pod asks for in its annotations. bad says, in words, what was asked for and makes no sense; that counts
 // as not asked for.
 func SettingsOf(pod *corev1.Pod) (s enroll.Settings, bad []string) {
@@ -30,5 +38,10 @@ func SettingsOf(pod *corev1.Pod) (s enroll.Settings, bad []string) {
 		s.BypassInbound = *bypass
 	}
 	s.DNSCapture = read(annotationDNSCapture)
+	for _, list := range listAnnotations {
+		if err := s.Set(list.setting, pod.Annotations[list.annotation]); err != nil {
+			bad = append(bad, fmt.Sprintf("annotation %s is ignored: %v", list.annotation, err))
+		}
+	}
 	return s, bad
 }

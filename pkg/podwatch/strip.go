@@ -8,9 +8,15 @@ import (
 )
 
 // keptAnnotations are the annotations that are looked at. Others may have many kilobytes.
-var keptAnnotations = []string{
-	StatusAnnotation, annotationBypassInbound, annotationDNSCapture, annotationSidecar, annotationConfigHash, annotationMirror,
-}
+var keptAnnotations = func() []string {
+	kept := []string{
+		StatusAnnotation, annotationBypassInbound, annotationDNSCapture, annotationSidecar, annotationConfigHash, annotationMirror,
+	}
+	for _, list := range listAnnotations {
+		kept = append(kept, list.annotation)
+	}
+	return kept
+}()
 
 // strip is the transform of the caches: it leaves of an object what is looked at.
 func strip(object any) (any, error) {

@@ -21,9 +21,9 @@ import (
 
 // Marks of sockets, as in bpf/redirector.h.
 const (
-	markMask  = 0xfff
-	markProxy = 0x539
-	markReply = 0x111
+	markMask   = 0xfff
+	markProxy  = 0x539
+	markAccept = 0x113
 )
 
 // Listeners looks for listeners of the process in the network namespaces with these cookies, and puts those into the map that
@@ -90,7 +90,7 @@ func adopt(m *maps.Maps, fd int, cookies map[uint64]bool) (uint64, error) {
 		return 0, nil //nolint:nilerr // a socket that has no cookie is none of a pod
 	}
 	mark := option(unix.SO_MARK)
-	if mark&markMask != markProxy && mark&markMask != markReply {
+	if mark&markMask != markProxy && mark&markMask != markAccept {
 		return 0, nil
 	}
 	addr, err := unix.Getsockname(fd)
@@ -108,7 +108,7 @@ func adopt(m *maps.Maps, fd int, cookies map[uint64]bool) (uint64, error) {
 	switch port {
 	case maps.PortOutbound:
 		// As the sock_ops program does when it sees such a listener made.
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, mark&^markMask|markReply); err != nil {
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, mark&^markMask|markAccept); err != nil {
 			return 0, fmt.Errorf("mark a listener: %w", err)
 		}
 	case maps.PortInbound, maps.PortHBONE:
@@ -116,7 +116,7 @@ func adopt(m *maps.Maps, fd int, cookies map[uint64]bool) (uint64, error) {
 		return 0, nil
 	}
 	// First, or the seal drops its answers to what is steered to it.
-	if err := m.NoteProxySocket(fd); err != nil {
+	if err := m.NoteProxyListener(fd, uint16(port)); err != nil {
 		return 0, err
 	}
 	return cookie, m.PutListener(cookie, uint16(port), ipv6, fd)

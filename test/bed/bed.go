@@ -13,7 +13,7 @@
 // run can be found and removed (see [Sweep]). The network namespace of the machine is never changed: every link is made
 // within one of the bed's own namespaces.
 //
-// A bed needs root, a cgroup2 mount and a kernel with bpffs and veth. It stands on Linux 5.10 too, where the agent refuses
+// A bed needs root, a cgroup2 mount and a kernel with bpffs and veth. Where the kernel has no IPv6, its namespaces have IPv4 only. It stands on Linux 5.10 too, where the agent refuses
 // to work, for tests of just that. It runs no tool.
 package bed
 
@@ -39,6 +39,8 @@ type Options struct {
 	// Bridge connects the pods to one bridge in Node with a /24 and a /64, as the bridge CNI plugin does. The kernel
 	// must have bridges. Otherwise each pod has a /32 and a /128 and its own veth pair that Node routes to.
 	Bridge bool
+	// NodeV6Disabled turns IPv6 off by sysctl in Node and Outside. Pods have it if Node bridges, and no IPv6 gateway then.
+	NodeV6Disabled bool
 }
 
 // Bed is a node, a host beyond it, pods on demand, and the directory, bpffs and cgroup for what runs on the node.
@@ -60,6 +62,8 @@ type Bed struct {
 	Node *NS
 	// Outside is a host beyond the node. It routes to the pods through Node.
 	Outside *NS
+	// nodeV6 says whether those two have IPv6.
+	nodeV6 bool
 
 	opts        Options
 	cgroupTop   string // holds both groups, removed with them
@@ -82,7 +86,7 @@ func New(opts Options) (*Bed, error) {
 	if err := Sweep(); err != nil {
 		return nil, err
 	}
-	b := &Bed{opts: opts, procNames: map[string]int{}}
+	b := &Bed{opts: opts, nodeV6: !opts.NodeV6Disabled && HasIPv6(), procNames: map[string]int{}}
 	if err := b.setUp(); err != nil {
 		return nil, errors.Join(err, b.Close())
 	}

@@ -29,8 +29,12 @@ var (
 	bridgeName = "br0"
 )
 
-// maxPods is the number of addresses left in the pods' /24: without its network, gateway and broadcast address.
-const maxPods = 253
+// maxPods is the number of addresses left in the pods' /24 on a bridge: without its network, gateway and broadcast address.
+// maxRoutedPods is what a kernel can be asked for of namespaces and links; routed pods take the addresses that follow.
+const (
+	maxPods       = 253
+	maxRoutedPods = 4000
+)
 
 // linkPatience is how long a new link may take to be usable: the kernel reports a carrier at most once a second.
 const linkPatience = 5 * time.Second
@@ -65,10 +69,16 @@ func (b *Bed) Pod(name string, opts PodOptions) (*NS, error) {
 			return nil, fmt.Errorf("there is a namespace %s already", name)
 		}
 	}
-	if b.podCount >= maxPods {
-		return nil, fmt.Errorf("no address left for pod %s: a bed has room for %d", name, maxPods)
+	room := maxRoutedPods
+	if b.opts.Bridge {
+		room = maxPods
 	}
-	if opts.V6Disabled {
+	if b.podCount >= room {
+		return nil, fmt.Errorf("no address left for pod %s: a bed has room for %d", name, room)
+	}
+	// A node that routes carries nothing of a family that it has not; one that bridges does.
+	carried := b.nodeV6 || b.opts.Bridge && HasIPv6()
+	if opts.V6Disabled || !carried {
 		opts.V4Only = true
 	}
 	if opts.V4Only && opts.V6Only {
@@ -167,7 +177,9 @@ func (b *Bed) connectPod(ns *NS, index int, opts PodOptions) error {
 		err = enslave(host, ns.HostLink, bridgeName)
 	} else {
 		// Every pod's link has the gateway addresses, so that each can be reached without knowing the others.
-		err = errors.Join(addAddr(host, ns.HostLink, single(gatewayV4)), addAddr(host, ns.HostLink, single(gatewayV6)))
+		for _, gateway := range b.families(gatewayV4, gatewayV6) {
+			err = errors.Join(err, addAddr(host, ns.HostLink, single(gateway)))
+		}
 	}
 	if err != nil {
 		return err
@@ -185,11 +197,25 @@ func (b *Bed) connectPod(ns *NS, index int, opts PodOptions) error {
 		}
 	}
 	if b.opts.Bridge {
-		if err := waitUp(host, bridgeName, true); err != nil {
+		if err := waitUp(host, bridgeName, b.nodeV6); err != nil {
 			return err
 		}
 	}
-	return errors.Join(waitUp(host, ns.HostLink, true), waitUp(pod, ns.Link, !opts.V6Disabled))
+	return errors.Join(waitUp(host, ns.HostLink, b.nodeV6), waitUp(pod, ns.Link, !opts.V6Disabled && HasIPv6()))
+}
+
+// families are an address of each family that the node has.
+func (b *Bed) families(v4, v6 netip.Prefix) []netip.Prefix {
+	if b.nodeV6 {
+		return []netip.Prefix{v4, v6}
+	}
+	return []netip.Prefix{v4}
+}
+
+// HasIPv6 says whether the kernel has IPv6: it may lack it, or have been booted with ipv6.disable=1.
+func HasIPv6() bool {
+	_, err := os.Stat("/proc/sys/net/ipv6")
+	return err == nil
 }
 
 // addFamily gives the pod its address of one family and the routes there and back. Both ends of its link are up.
@@ -227,13 +253,20 @@ func (b *Bed) makeNetwork() error {
 		if err != nil {
 			return err
 		}
-		ns.V4, ns.V6 = n.v4.Addr(), n.v6.Addr()
-		if err := ns.prepare(PodOptions{}); err != nil {
+		ns.V4 = n.v4.Addr()
+		if b.nodeV6 {
+			ns.V6 = n.v6.Addr()
+		}
+		if err := ns.prepare(PodOptions{V6Disabled: !b.nodeV6}); err != nil {
 			return err
 		}
 		*n.ns = ns
 	}
-	for _, name := range []string{"net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding", "net.ipv6.conf.default.forwarding"} {
+	forwarding := []string{"net.ipv4.ip_forward"}
+	if b.nodeV6 {
+		forwarding = append(forwarding, "net.ipv6.conf.all.forwarding", "net.ipv6.conf.default.forwarding")
+	}
+	for _, name := range forwarding {
 		if err := b.Node.SetSysctl(name, "1"); err != nil {
 			return err
 		}
@@ -252,34 +285,38 @@ func (b *Bed) makeNetwork() error {
 	}
 	defer outside.Close()
 	if b.opts.Bridge {
-		if err := makeBridge(node); err != nil {
+		if err := b.makeBridge(node); err != nil {
 			return err
 		}
 	}
-	return errors.Join(
-		addAddr(node, b.Node.Link, nodeV4),
-		addAddr(node, b.Node.Link, nodeV6),
-		addAddr(outside, b.Outside.Link, outsideV4),
-		addAddr(outside, b.Outside.Link, outsideV6),
-		addRoute(outside, b.Outside.Link, anyV4, nodeV4.Addr()),
-		addRoute(outside, b.Outside.Link, anyV6, nodeV6.Addr()),
-		waitUp(node, b.Node.Link, true),
-		waitUp(outside, b.Outside.Link, true),
-	)
+	var errs []error
+	for _, p := range b.families(nodeV4, nodeV6) {
+		errs = append(errs, addAddr(node, b.Node.Link, p))
+	}
+	for _, p := range b.families(outsideV4, outsideV6) {
+		errs = append(errs, addAddr(outside, b.Outside.Link, p))
+	}
+	errs = append(errs, addRoute(outside, b.Outside.Link, anyV4, nodeV4.Addr()))
+	if b.nodeV6 {
+		errs = append(errs, addRoute(outside, b.Outside.Link, anyV6, nodeV6.Addr()))
+	}
+	errs = append(errs, waitUp(node, b.Node.Link, b.nodeV6), waitUp(outside, b.Outside.Link, b.nodeV6))
+	return errors.Join(errs...)
 }
 
 // prepare sets the sysctls that must stand before links are there, and brings lo up.
 func (n *NS) prepare(opts PodOptions) error {
 	// Without duplicate address detection and router solicitation an address is usable at once and a namespace that
 	// nobody touches does not change. 3 lets tests use TCP Fast Open on both sides.
-	sysctls := [][2]string{
-		{"net.ipv6.conf.all.accept_dad", "0"},
-		{"net.ipv6.conf.default.accept_dad", "0"},
-		{"net.ipv6.conf.default.accept_ra", "0"},
-		{"net.ipv6.conf.default.router_solicitations", "0"},
-		{"net.ipv4.tcp_fastopen", "3"},
+	sysctls := [][2]string{{"net.ipv4.tcp_fastopen", "3"}}
+	if HasIPv6() {
+		sysctls = append(sysctls,
+			[2]string{"net.ipv6.conf.all.accept_dad", "0"},
+			[2]string{"net.ipv6.conf.default.accept_dad", "0"},
+			[2]string{"net.ipv6.conf.default.accept_ra", "0"},
+			[2]string{"net.ipv6.conf.default.router_solicitations", "0"})
 	}
-	if opts.V6Disabled {
+	if opts.V6Disabled && HasIPv6() {
 		sysctls = append(sysctls,
 			[2]string{"net.ipv6.conf.all.disable_ipv6", "1"},
 			[2]string{"net.ipv6.conf.default.disable_ipv6", "1"},
@@ -324,17 +361,17 @@ func (n *NS) connect(name string, peer *NS) error {
 	return errors.Join(setUp(p, peer.Link), setUp(h, name))
 }
 
-func makeBridge(h *netlink.Handle) error {
+func (b *Bed) makeBridge(h *netlink.Handle) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = bridgeName
 	if err := h.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil {
 		return fmt.Errorf("make bridge %s (needs a kernel with bridges): %w", bridgeName, err)
 	}
-	return errors.Join(
-		addAddr(h, bridgeName, gatewayV4),
-		addAddr(h, bridgeName, gatewayV6),
-		setUp(h, bridgeName),
-	)
+	var errs []error
+	for _, gateway := range b.families(gatewayV4, gatewayV6) {
+		errs = append(errs, addAddr(h, bridgeName, gateway))
+	}
+	return errors.Join(append(errs, setUp(h, bridgeName))...)
 }
 
 func enslave(h *netlink.Handle, link, bridge string) error {
@@ -394,6 +431,16 @@ func addRoute(h *netlink.Handle, link string, dst netip.Prefix, gateway netip.Ad
 		return fmt.Errorf("add route to %s on link %s: %w", dst, link, err)
 	}
 	return nil
+}
+
+// WaitUp waits until a link that somebody has made in the namespace is usable, with the IPv6 addresses that it has.
+func (n *NS) WaitUp(link string) error {
+	h, err := n.Handle()
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	return waitUp(h, link, true)
 }
 
 // waitUp waits until the link has a carrier and the kernel has done all that it does for its IPv6 addresses behind

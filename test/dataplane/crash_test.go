@@ -194,6 +194,11 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 		"unenrol": func(t *testing.T, a *agentProcess, pod *bed.NS, _ string) {
 			_ = a.client.Unenroll(t.Context(), "uid-"+pod.Name)
 		},
+		"set": func(t *testing.T, a *agentProcess, pod *bed.NS, _ string) {
+			_, _ = a.client.Set(t.Context(), "uid-"+pod.Name, api.SettingsRequest{
+				"exclude-outbound-cidrs": "192.0.2.0/24", "reroute-interfaces": "br0",
+			})
+		},
 		"reconcile": func(t *testing.T, _ *agentProcess, pod *bed.NS, point string) {
 			t.Helper()
 			damage(t, pod, point)
@@ -212,7 +217,7 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 				}
 				proxy := n.startProxyProcess()
 
-				if kind == "unenrol" || kind == "reconcile" {
+				if kind == "unenrol" || kind == "set" || kind == "reconcile" {
 					a := startAgent(t, b)
 					if err := enrolPod(t, a, pod, true); err != nil {
 						t.Fatal(err)
@@ -242,6 +247,10 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 					n.wantUntouched(pod, before)
 				case 1:
 					t.Log("captured")
+					// A change that was begun is completed.
+					if settings := pods[0].Settings; kind == "set" && len(settings.ExcludeOutboundCIDRs)*len(settings.RerouteInterfaces) != 1 {
+						t.Errorf("its settings are %+v", settings)
+					}
 				default:
 					t.Fatalf("pods are %+v", pods)
 				}
@@ -311,7 +320,7 @@ func (n *node) wantUntouched(pod *bed.NS, before string) {
 	if after, err := pod.Snapshot(); err != nil || after != before {
 		n.t.Errorf("the namespace is not as it was, %v: %s", err, cmp.Diff(before, after))
 	}
-	for _, name := range []string{"pods", "own_addrs", "counters", "probe_targets"} {
+	for _, name := range []string{"pods", "own_addrs", "counters", "probe_targets", "exceptions", "cidrs"} {
 		m, err := ebpf.LoadPinnedMap(filepath.Join(n.BPFFS, "maps", name), nil)
 		if err != nil {
 			n.t.Fatal(err)

@@ -10,6 +10,8 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -20,6 +22,7 @@ import (
 	netipv4 "golang.org/x/net/ipv4"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/nodeproxy"
@@ -709,6 +712,53 @@ func TestNothingOfCapturedDNSLeavesThePod(t *testing.T) {
 	}
 }
 
+// An app that takes the proxy's DNS port gets its own pod's queries, and keeps the proxy from running for the pod, which says so. No
+// query leaves. When the app is gone, the proxy has the port.
+func TestAnAppOnTheProxysDNSPort(t *testing.T) {
+	n := newNode(t)
+	pod := n.plainPod("pod")
+	outside := serveDNS(t, n.Outside, netip.Addr{}, 53)
+	watch := sniff(t, n.Node, pod.HostLink, 0)
+	asks := func(t *testing.T, answer func(family string) netip.Addr) {
+		eachFamily(t, func(t *testing.T, family string) {
+			server := netip.AddrPortFrom(addr(n.Outside, family), 53)
+			s := openUDP(t, pod, dnsSocketSpec{family: family})
+			if err := s.sendTo(query(1, "name.test.", family), server); err != nil {
+				t.Fatal(err)
+			}
+			s.expect(t, 1, answer(family), server)
+		})
+	}
+	t.Run("with the app", func(t *testing.T) {
+		for _, loopback := range []string{"127.0.0.1", "::1"} {
+			serveDNS(t, pod, netip.MustParseAddr(loopback), nodeproxy.PortDNS)
+		}
+		n.setDNS(pod, true)
+		n.startProxy()
+		eventually(t, "the pod is pending, and it is said why", func() bool {
+			p, err := n.Enroller.Pod("uid-pod")
+			if err != nil {
+				t.Fatal(err)
+			}
+			return p.State == enroll.StatePending && strings.Contains(p.Reason, "address already in use")
+		})
+		asks(t, serverAnswer)
+	})
+	t.Run("without the app", func(t *testing.T) {
+		eventually(t, "the proxy has been asked again, and runs for the pod", func() bool {
+			p, err := n.Enroller.Pod("uid-pod")
+			return err == nil && p.State == enroll.StateEnrolled
+		})
+		asks(t, proxyAnswer)
+	})
+	if got := outside.queries.Load(); got > 0 {
+		t.Errorf("the server outside has got %d queries", got)
+	}
+	if got := watch.seen.Load(); got > 0 {
+		t.Errorf("%d packets of port 53 have left the pod", got)
+	}
+}
+
 // sendmmsg and recvmmsg pass the same programs, once per message.
 func TestDNSInBatches(t *testing.T) {
 	n := newNode(t)
@@ -861,7 +911,8 @@ func (s *sniffer) count(packet []byte, proxyPort uint16) {
 }
 
 func TestManyDNSQueries(t *testing.T) {
-	const queries, atOnce, port = 10_000, 50, 40053
+	const atOnce, port = 50, 40053
+	queries := short(10_000, 1000)
 	n := newNode(t)
 	server := netip.AddrPortFrom(n.Outside.V4, 53)
 	n.startProxy("--dns-upstream", server.String(), "--dns-upstream-port", fmt.Sprint(port))
@@ -905,7 +956,7 @@ func TestManyDNSQueries(t *testing.T) {
 	if got := outside.queries.Load(); got != 1 {
 		t.Errorf("the server has got %d queries, want the proxy's one", got)
 	}
-	if c := n.counters(pod); c.DnsCaptured < queries {
+	if c := n.counters(pod); c.DnsCaptured < uint64(queries) {
 		t.Errorf("counters are %+v", c)
 	}
 }
@@ -953,11 +1004,7 @@ func TestDNSToggledUnderLoad(t *testing.T) {
 	for i := range 100 {
 		on := i%2 == 0
 		mu.Lock()
-		entry, err := n.Datapath.Maps().Pod(pod.Cookie)
-		if err == nil {
-			entry.DNSCapture = on
-			err = n.Datapath.Maps().PutPod(pod.Cookie, entry)
-		}
+		err := n.Configure("uid-pod", func(s *enroll.Settings) error { return s.Set(enroll.KeyDNSCapture, strconv.FormatBool(on)) })
 		capture = on
 		mu.Unlock()
 		if err != nil {

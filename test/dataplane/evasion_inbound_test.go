@@ -17,6 +17,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/nodeproxy"
 )
@@ -69,11 +70,15 @@ func intrusions() []intrusion {
 		{name: "an app with the capture mark", reached: true, after: marked(0x112), counter: "marked_listeners"},
 		{name: "an app with the proxy's mark since before enrolment", before: marked(0x539), counter: "inbound_steered"},
 		{name: "a transparent listener", reached: true, after: listening(evasionPort, bed.ListenOptions{Transparent: true}), counter: "inbound_steered"},
-		{name: "a transparent listener for somebody else's address", after: anyIP, counter: "loops_dropped"},
+		{name: "a transparent listener for somebody else's address", after: anyIP, counter: "unowned_dropped"},
 		{name: "a listener bound to the device", reached: true, after: listening(evasionPort, toDevice), counter: "inbound_steered"},
 		{name: "a listener from before enrolment", reached: true, before: listening(evasionPort, bed.ListenOptions{}), counter: "inbound_steered"},
 		{name: "an own address that goes and comes", reached: true, after: addressAgain, counter: "inbound_steered"},
 		{name: "a program of the pod's that finds it another listener", after: ownSteer, target: 9998, counter: "seal_dropped_synack"},
+		{
+			name: "a program of the pod's that finds it a listener with the accept mark, before machines", after: ownSteerAccepting,
+			target: 9998, counter: "seal_dropped_synack",
+		},
 	}
 }
 
@@ -233,7 +238,23 @@ func addressAgain(t *testing.T, a *attempt) *bed.App {
 // ownSteer has a program of the pod's own answer, after the agent's, for whom a SYN is.
 func ownSteer(t *testing.T, a *attempt) *bed.App {
 	t.Helper()
-	l, err := a.pod.Listen("tcp", evasionPort, bed.ListenOptions{})
+	return steerTo(t, a, bed.ListenOptions{})
+}
+
+// ownSteerAccepting has the mark of what the proxy accepts, in a pod whose answers with that mark leave: to machines behind it.
+func ownSteerAccepting(t *testing.T, a *attempt) *bed.App {
+	t.Helper()
+	if a.enrolled {
+		if _, err := a.agent.client.Set(t.Context(), "uid-"+a.pod.Name, api.SettingsRequest{"reroute-interfaces": "br0"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return steerTo(t, a, bed.ListenOptions{Mark: 0x113})
+}
+
+func steerTo(t *testing.T, a *attempt, opts bed.ListenOptions) *bed.App {
+	t.Helper()
+	l, err := a.pod.Listen("tcp", evasionPort, opts)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -32,7 +32,7 @@ func TestAnAddressThatLeadsBackMakesNoLoop(t *testing.T) {
 		if got := len(s.proxy.connections()); got > 1 {
 			t.Errorf("a peer has made one connection, and the proxy has seen %d", got)
 		}
-		if s.counter(t, a.pod, "loops_dropped") == 0 {
+		if s.counter(t, a.pod, "unowned_dropped") == 0 {
 			t.Errorf("it is not counted: %+v", s.podStatus(t, a.pod).Counters)
 		}
 	})

@@ -28,6 +28,7 @@ func socketEvasions() []evasion {
 		{name: "the proxy's mark", try: plain(marked(0x539)), proxied: true, counter: "foreign_marks"},
 		{name: "the proxy's mark with upper bits", try: plain(marked(0xabcd0539)), proxied: true, counter: "foreign_marks"},
 		{name: "the reply mark", try: plain(marked(0x111)), proxied: true, counter: "outbound_captured"},
+		{name: "the accept mark", try: plain(marked(0x113)), proxied: true, counter: "outbound_captured"},
 		{name: "the capture mark", try: plain(marked(0x112)), proxied: true, counter: "outbound_captured"},
 		{name: "the capture mark with upper bits", try: plain(marked(0xfffff112)), proxied: true, counter: "outbound_captured"},
 		{name: "bound to the device", try: plain(toDevice), proxied: true, counter: "outbound_captured"},

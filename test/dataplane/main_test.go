@@ -41,6 +41,14 @@ var patience = func() time.Duration {
 	return 10 * time.Second
 }()
 
+// short is how many there are to be of something, and how many in a short test, as on an emulated processor.
+func short(usual, short int) int {
+	if testing.Short() {
+		return short
+	}
+	return usual
+}
+
 // roleVariable makes a process of the test binary something else.
 const roleVariable = "TEST_DATAPLANE_ROLE"
 
@@ -104,10 +112,15 @@ func newNode(t *testing.T) *node {
 // newBareNode is newNode before an agent is started.
 func newBareNode(t *testing.T) *node {
 	t.Helper()
+	return newBareNodeOn(t, bed.Options{})
+}
+
+func newBareNodeOn(t *testing.T, opts bed.Options) *node {
+	t.Helper()
 	if err := loader.CheckFeatures(); err != nil {
 		t.Skip(err)
 	}
-	b := bed.ForTest(t, bed.Options{})
+	b := bed.ForTest(t, opts)
 	if err := b.JoinCgroup(); err != nil {
 		t.Fatal(err)
 	}
@@ -340,6 +353,11 @@ func addr(ns *bed.NS, family string) netip.Addr {
 // eachFamily runs a test once per family.
 func eachFamily(t *testing.T, run func(t *testing.T, family string)) {
 	for _, family := range []string{"IPv4", "IPv6"} {
-		t.Run(family, func(t *testing.T) { run(t, family) })
+		t.Run(family, func(t *testing.T) {
+			if family == "IPv6" && !bed.HasIPv6() {
+				t.Skip("the kernel has no IPv6, or was booted with ipv6.disable=1")
+			}
+			run(t, family)
+		})
 	}
 }

@@ -20,7 +20,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
+	"github.com/redirector-dataplane/redirector/test/nodeproxy"
 )
 
 // soOriginalDst is SO_ORIGINAL_DST and IP6T_SO_ORIGINAL_DST, by the level.
@@ -127,61 +130,112 @@ func carryOn(c net.Conn) {
 	_, _ = io.Copy(c, up)
 }
 
+// noOriginalDst is what a connection that was not steered is told.
+const noOriginalDst = "v4 none v6 none short v4 none v6 none"
+
+// asking is a pod with a proxy that knows nothing of marks in it.
+type asking struct {
+	*evasionStage
+	pod   *bed.NS
+	proxy *bed.Proc
+	// mapped says that its sockets are of AF_INET6 for IPv4, too.
+	mapped bool
+}
+
+func newAsking(t *testing.T, networks ...string) *asking {
+	t.Helper()
+	s := newEvasionStage(t)
+	s.stopAgent(t)
+	s.startAgentAs("agent", "--proxy-identity=cgroup-alone")
+	s.startNodeProxy("--mute", "listen")
+	pod := s.newPod(t)
+	s.enrolPod(t, pod)
+	a := &asking{s, pod, s.startIn("proxy", pod, "asking", "asking", networks...), networks[0] == "tcp"}
+	a.said(t, "listening")
+	return a
+}
+
+func (a *asking) said(t *testing.T, line string) {
+	t.Helper()
+	eventually(t, "the proxy says "+line, func() bool {
+		return slices.Contains(strings.Split(a.proxy.Output(), "\n"), line)
+	})
+	if t.Failed() {
+		t.Log(a.proxy.Output())
+	}
+}
+
+// answer is what a steered connection is told.
+func (a *asking) answer(dst netip.AddrPort) string {
+	switch {
+	case dst.Addr().Is6():
+		return fmt.Sprintf("v4 none v6 %s short v4 none v6 none", dst)
+	case a.mapped:
+		return fmt.Sprintf("v4 %s v6 [::ffff:%s]:%d short v4 none v6 none", dst, dst.Addr(), dst.Port())
+	default:
+		return fmt.Sprintf("v4 %s v6 none short v4 none v6 none", dst)
+	}
+}
+
+// touch connects, and says nothing.
+func touch(t *testing.T, from *bed.NS, to netip.AddrPort) {
+	t.Helper()
+	c, err := from.Dial(t.Context(), bed.DialSpec{Remote: to})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = c.Close()
+}
+
 // A proxy that is told original destinations by getsockopt alone, and sets no mark, is told them of what was steered to it, and
 // of nothing else.
 func TestOriginalDestination(t *testing.T) {
 	for _, networks := range [][]string{{"tcp"}, {"tcp4", "tcp6"}} {
 		t.Run(strings.Join(networks, " and "), func(t *testing.T) {
-			s := newEvasionStage(t)
-			s.stopAgent(t)
-			s.startAgentAs("agent", "--proxy-identity=cgroup-alone")
-			s.startNodeProxy("--mute", "listen")
-			pod := s.newPod(t)
-			s.enrolPod(t, pod)
-			proxy := s.startIn("proxy", pod, "asking", "asking", networks...)
-			said := func(line string) {
-				t.Helper()
-				eventually(t, "the proxy says "+line, func() bool {
-					return slices.Contains(strings.Split(proxy.Output(), "\n"), line)
-				})
-				if t.Failed() {
-					t.Log(proxy.Output())
-				}
-			}
-			said("listening")
+			a := newAsking(t, networks...)
 			eachFamily(t, func(t *testing.T, family string) {
-				const nothing = "v4 none v6 none short v4 none v6 none"
-				answer := func(dst netip.AddrPort) string {
-					if dst.Addr().Is6() {
-						return fmt.Sprintf("v4 none v6 %s short v4 none v6 none", dst)
-					}
-					if networks[0] == "tcp" {
-						return fmt.Sprintf("v4 %s v6 [::ffff:%s]:%d short v4 none v6 none", dst, dst.Addr(), dst.Port())
-					}
-					return fmt.Sprintf("v4 %s v6 none short v4 none v6 none", dst)
-				}
-				remote := netip.AddrPortFrom(addr(s.Outside, family), evasionPort)
-				ask(t, pod, bed.DialSpec{Remote: remote})
-				said(fmt.Sprintf("on 15001 %s: %s", remote, answer(remote)))
-				said(fmt.Sprintf("to %s: %s", remote, nothing))
-
-				touch := func(from *bed.NS, to netip.AddrPort) {
-					t.Helper()
-					c, err := from.Dial(t.Context(), bed.DialSpec{Remote: to})
-					if err != nil {
-						t.Fatal(err)
-					}
-					_ = c.Close()
-				}
-				inside := netip.AddrPortFrom(addr(pod, family), 4321)
-				touch(s.Outside, inside)
-				said(fmt.Sprintf("on 15006 %s: %s", inside, answer(inside)))
-				admin := netip.AddrPortFrom(addr(pod, family), adminPort)
-				touch(pod, admin)
-				said(fmt.Sprintf("on %d %s: %s", adminPort, admin, nothing))
+				remote := netip.AddrPortFrom(addr(a.Outside, family), evasionPort)
+				ask(t, a.pod, bed.DialSpec{Remote: remote})
+				a.said(t, fmt.Sprintf("on 15001 %s: %s", remote, a.answer(remote)))
+				a.said(t, fmt.Sprintf("to %s: %s", remote, noOriginalDst))
+				inside := netip.AddrPortFrom(addr(a.pod, family), 4321)
+				touch(t, a.Outside, inside)
+				a.said(t, fmt.Sprintf("on 15006 %s: %s", inside, a.answer(inside)))
+				admin := netip.AddrPortFrom(addr(a.pod, family), adminPort)
+				touch(t, a.pod, admin)
+				a.said(t, fmt.Sprintf("on %d %s: %s", adminPort, admin, noOriginalDst))
 			})
 		})
 	}
+}
+
+// Machines' connections are steered, and have one. What is left to the pod finds a listener by itself, and has none, be the listener
+// the proxy's.
+func TestOriginalDestinationWithSettings(t *testing.T) {
+	a := newAsking(t, "tcp")
+	m := a.machine(t, a.pod, "machine", "br0")
+	set := func(settings api.SettingsRequest) {
+		t.Helper()
+		if _, err := a.agent.client.Set(t.Context(), "uid-"+a.pod.Name, settings); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eachFamily(t, func(t *testing.T, family string) {
+		set(api.SettingsRequest{"reroute-interfaces": "br0"})
+		remote, inside := netip.AddrPortFrom(addr(a.Outside, family), evasionPort), netip.AddrPortFrom(addr(a.pod, family), 4321)
+		ask(t, m, bed.DialSpec{Remote: remote})
+		a.said(t, fmt.Sprintf("on 15001 %s: %s", remote, a.answer(remote)))
+		touch(t, m, inside)
+		a.said(t, fmt.Sprintf("on 15001 %s: %s", inside, a.answer(inside)))
+
+		admin := netip.AddrPortFrom(addr(a.pod, family), adminPort)
+		set(api.SettingsRequest{"exclude-inbound-ports": fmt.Sprint(adminPort)})
+		touch(t, a.Outside, admin)
+		a.said(t, fmt.Sprintf("on %d %s: %s", adminPort, admin, noOriginalDst))
+		set(api.SettingsRequest{"exclude-inbound-ports": ""})
+		touch(t, a.Outside, admin)
+		a.said(t, fmt.Sprintf("on 15006 %s: %s", admin, a.answer(admin)))
+	})
 }
 
 // The answer stays with the proxy's cgroup when the agent is replaced, comes back when it is taken off, and goes with the flag
@@ -228,5 +282,67 @@ func TestOriginalDestinationIsKept(t *testing.T) {
 	eventually(t, "the link goes with it", func() bool { return len(pins()) == 0 })
 	if out := s.agent.Output(); strings.Contains(out, "level=ERROR") {
 		t.Errorf("the agent says %s", out)
+	}
+}
+
+// What an answer costs the proxy, and what the program costs it on options that are none of the program's.
+func BenchmarkGetsockopt(b *testing.B) {
+	n := bed.ForTest(b, bed.Options{})
+	if err := n.JoinCgroup(); err != nil {
+		b.Fatal(err)
+	}
+	a := agent.Start(b, n, nil)
+	pod, err := n.Pod("pod", bed.PodOptions{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	if err := a.Enroll(b.Context(), agent.Spec(pod), false); err != nil {
+		b.Fatal(err)
+	}
+	l, err := pod.Listen("tcp4", 15001, bed.ListenOptions{Mark: nodeproxy.Mark, Transparent: true})
+	if err != nil {
+		b.Fatal(err)
+	}
+	dst := netip.MustParseAddrPort("198.51.100.1:80")
+	c, err := pod.Dial(b.Context(), bed.DialSpec{Remote: dst})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer c.Close()
+	accepted, err := l.AcceptTCP()
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer accepted.Close()
+	raw, err := accepted.SyscallConn()
+	if err != nil {
+		b.Fatal(err)
+	}
+	for _, attached := range []bool{false, true} {
+		name, want := "without the program", "none"
+		if attached {
+			name, want = "with the program", dst.String()
+			if err := a.Datapath.AnswerOriginalDst(n.Cgroup); err != nil {
+				b.Fatal(err)
+			}
+		}
+		b.Run(name+"/SO_ORIGINAL_DST", func(b *testing.B) {
+			_ = raw.Control(func(fd uintptr) {
+				for b.Loop() {
+					if got := originalDst(fd, unix.SOL_IP, unix.SizeofSockaddrInet4); got != want {
+						b.Fatalf("the answer is %s, want %s", got, want)
+					}
+				}
+			})
+		})
+		b.Run(name+"/SO_ERROR", func(b *testing.B) {
+			_ = raw.Control(func(fd uintptr) {
+				for b.Loop() {
+					if _, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR); err != nil {
+						b.Fatal(err)
+					}
+				}
+			})
+		})
 	}
 }

@@ -182,3 +182,20 @@ func TestWhatIsNotedOfAPodGetsLost(t *testing.T) {
 		})
 	}
 }
+
+// A file that an agent was writing when it was killed is removed by the next.
+func TestWhatAKilledAgentWasWritingIsRemoved(t *testing.T) {
+	n := newBareNode(t)
+	dir := filepath.Join(n.RunDir, "pods")
+	half := filepath.Join(dir, ".uid-pod.json3427094639987425301")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(half, []byte(`{"uid": "uid-po`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	startAgent(t, n.Bed)
+	if left, err := os.ReadDir(dir); len(left) > 0 || err != nil {
+		t.Errorf("%s has %v, %v", dir, left, err)
+	}
+}

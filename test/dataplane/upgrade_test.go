@@ -248,7 +248,7 @@ func (s *site) captured() (n uint64) {
 	}
 	for _, p := range pods {
 		n += p.Counters.OutboundCaptured
-		if c := p.Counters; c.OutboundNoListener+c.InboundNoListener+c.SealDropped+c.LoopsDropped > 0 {
+		if c := p.Counters; c.OutboundNoListener+c.InboundNoListener+c.SealDropped+c.LoopsDropped+c.UnownedDropped > 0 {
 			s.t.Errorf("counters of %s are %+v", p.Name, c)
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -33,10 +34,18 @@ type PodOptions struct {
 	HostNetwork bool
 	// Node is the node that it is bound to; empty for the bed's.
 	Node string
+	// Static has its process started from a file of the kubelet's, of which the object is the mirror: its cgroups have the file's
+	// hash for a UID.
+	Static bool
 	// Systemd lays its cgroups out as the kubelet does with the systemd driver; otherwise it is the cgroupfs driver.
 	Systemd bool
 	// Net says how its network namespace differs from one with both families.
 	Net bed.PodOptions
+}
+
+// hash is that of a static pod's file: as long as a UID, without its dashes.
+func (o *PodOptions) hash() string {
+	return fmt.Sprintf("%.16x", sha256.Sum256([]byte(o.Namespace+"/"+o.Name)))
 }
 
 // Pod is a pod: an object in the API server and, once it is started, a network namespace with a process.
@@ -55,6 +64,14 @@ type Pod struct {
 
 // UID is the pod's UID.
 func (p *Pod) UID() string { return string(p.Object.UID) }
+
+// RuntimeUID is the UID by which the kubelet and the runtime know the pod.
+func (p *Pod) RuntimeUID() string {
+	if p.options.Static {
+		return p.options.hash()
+	}
+	return p.UID()
+}
 
 // IPs returns the addresses of the pod's namespace.
 func (p *Pod) IPs() []netip.Addr {
@@ -103,9 +120,16 @@ func NewPod(o PodOptions) *corev1.Pod {
 			APIVersion: "apps/v1", Kind: "DaemonSet", Name: o.DaemonSet, UID: "of-" + types.UID(o.DaemonSet),
 		}}
 	}
+	annotations := maps.Clone(o.Annotations)
+	if o.Static {
+		if annotations == nil {
+			annotations = map[string]string{}
+		}
+		annotations["kubernetes.io/config.hash"], annotations["kubernetes.io/config.mirror"] = o.hash(), o.hash()
+	}
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
-			Namespace: o.Namespace, Name: o.Name, Labels: o.Labels, Annotations: o.Annotations, OwnerReferences: owners,
+			Namespace: o.Namespace, Name: o.Name, Labels: o.Labels, Annotations: annotations, OwnerReferences: owners,
 		},
 		Spec: corev1.PodSpec{
 			NodeName:           node,
@@ -128,7 +152,7 @@ func (p *Pod) Start() {
 		}
 		p.NS = ns
 	}
-	uid, id := p.UID(), fmt.Sprintf("%x", sha256.Sum256([]byte(p.UID()+p.NS.Path)))
+	uid, id := p.RuntimeUID(), fmt.Sprintf("%x", sha256.Sum256([]byte(p.UID()+p.NS.Path)))
 	p.group = filepath.Join("kubepods", "besteffort", "pod"+uid, id)
 	if p.options.Systemd {
 		p.group = filepath.Join("kubepods.slice", "kubepods-besteffort.slice",

@@ -79,6 +79,11 @@ func adoptionMutations() []mutation {
 			old: "err == nil && name != s.UID+stateSuffix", new: "false && name != s.UID+stateSuffix", tests: noted,
 		},
 		{
+			name: "adoption: what was being written stays", file: state,
+			old: "if err := removeHalfWritten(e.StateDir); err != nil {", new: "if err := error(nil); err != nil {",
+			tests: "TestWhatAKilledAgentWasWritingIsRemoved",
+		},
+		{
 			name: "adoption: a namespace is where it was, or nowhere", file: state,
 			old: "ns, err := findNetNS(s.NetNS, s.NetNSInode, s.NetNSCookie)\n\tif errors.Is", new: "ns, err := podns.Open(s.NetNS)\n\tif errors.Is",
 			tests: noted,

@@ -28,6 +28,7 @@ func mutations() []mutation {
 		frames = "TestTheSealJudgesFrames"
 
 		captured = "TestDNSIsCaptured/"
+		machines = "TestMachinesInAPodAreRerouted/by_cgroup,_br0"
 		many     = "TestOneSocketAsksManyDNSServers"
 		stays    = "TestNothingOfCapturedDNSLeavesThePod"
 	)
@@ -90,6 +91,19 @@ func mutations() []mutation {
 			name: "mark: foreign marks are not counted at connect", file: sockOps,
 			old: "if (!proxy && (mark", new: "if (0 && (mark", tests: leaves + "the_proxy's_mark$",
 		},
+		{
+			name: "mark: an app may accept what was to go to the proxy", file: sockOps,
+			old: "if (addr_is_own(cookie, local))\n", new: "if (1 || addr_is_own(cookie, local))\n", tests: "TestWithoutItsSteerProgramAPodIsNotItsOwnServer",
+		},
+		{
+			name: "mark: what an app has accepted that was to go to the proxy is counted only", file: sockOps,
+			old: "if (bpf_setsockopt(ctx, SOL_SOCKET, SO_BINDTOIFINDEX, &nowhere, sizeof(nowhere)))", new: "if (!nowhere)",
+			tests: "TestWithoutItsSteerProgramAPodIsNotItsOwnServer",
+		},
+		{
+			name: "mark: whatever an app accepts was to go to the proxy", file: sockOps,
+			old: "if (addr_is_own(cookie, local))\n", new: "if (0)\n", tests: "TestWithoutItsSteerProgramAPodIsNotItsOwnServer",
+		},
 		// The proxy's listeners.
 		{
 			name: "listeners: anybody's listener is the proxy's", file: sockOps,
@@ -128,11 +142,11 @@ func mutations() []mutation {
 		},
 		{
 			name: "identity: no mark is needed", file: header,
-			old: "if ((sk->mark & MARK_MASK) != MARK_PROXY)\n", new: "if (0)\n", tests: "TestOutbound$/IPv4/plain",
+			old: "return (sk->mark & MARK_MASK) == MARK_PROXY && socket_is_of_proxy(sk);", new: "return socket_is_of_proxy(sk);", tests: "TestOutbound$/IPv4/plain",
 		},
 		{
 			name: "identity: upper bits hide the mark", file: header,
-			old: "if ((sk->mark & MARK_MASK) != MARK_PROXY)\n", new: "if (sk->mark != MARK_PROXY)\n", tests: "TestAProxyMayHaveUpperBits",
+			old: "return (sk->mark & MARK_MASK) == MARK_PROXY && socket_is_of_proxy(sk);", new: "return sk->mark == MARK_PROXY && socket_is_of_proxy(sk);", tests: "TestAProxyMayHaveUpperBits",
 		},
 		{
 			name: "identity: --proxy-identity=mark is not heard", file: header,
@@ -272,7 +286,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "steer: what is the pod's by a route only goes to the proxy", file: skLookup,
-			old: "if (!addr_is_own(cookie, &dst))\n\t\treturn TO_NOBODY;", new: "if (0 && !addr_is_own(cookie, &dst))\n\t\treturn TO_NOBODY;",
+			old: "if (!addr_is_own(cookie, &dst))\n\t\treturn NOT_THE_PODS;", new: "if (0 && !addr_is_own(cookie, &dst))\n\t\treturn NOT_THE_PODS;",
 			tests: "TestAnAddressThatLeadsBackMakesNoLoop",
 		},
 		{
@@ -297,7 +311,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "steer: UDP as well", file: skLookup,
-			old: "if (ctx->protocol != IPPROTO_TCP || !pod_lookup(cookie))", new: "if (!pod_lookup(cookie))", tests: "TestUDPIsUntouched",
+			old: "if (ctx->protocol != IPPROTO_TCP)\n\t\treturn SK_PASS;", new: "", tests: "TestUDPIsUntouched",
 		},
 		// The seal.
 		{
@@ -306,7 +320,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "seal: the answers of the proxy's listeners are not known", file: tc,
-			old: "full = bpf_get_listener_sock(sk);", new: "full = NULL;", tests: "TestInbound$/IPv4/plain",
+			old: "full = bpf_get_listener_sock(sk);\n\treturn full && socket_is_proxys(full);", new: "full = NULL;\n\treturn full && socket_is_proxys(full);", tests: "TestInbound$/IPv4/plain",
 		},
 		{
 			name: "seal: SYNs pass", file: tc,
@@ -439,6 +453,173 @@ func mutations() []mutation {
 			name: "seal: others' options are refused too", file: cgroup,
 			old: "if (!pod_lookup(cookie))\n\t\treturn 1;\n\tcount", new: "if (0)\n\t\treturn 1;\n\tcount", tests: leaves + "a_packet_socket_past",
 		},
+		// What a pod has its own way.
+		{
+			name: "exclude: a port is captured", file: header,
+			old: "if (is_exception(cookie, EXCEPTION_OUTBOUND_PORT, port))", new: "if (0)", tests: "TestExclusions$",
+		},
+		{
+			name: "exclude: a range is captured", file: header,
+			old: "return cidr && cidr->excluded;", new: "return cidr && 0;", tests: "TestExclusions$",
+		},
+		{
+			name: "exclude: a range that is taken back is excluded", file: header,
+			old: "return cidr && cidr->excluded;", new: "return cidr != NULL;", tests: "TestExclusions$",
+		},
+		{
+			name: "exclude: connections there are marked", file: sockOps,
+			old: "if (is_excluded(cookie, pod, &dst, bpf_ntohl(ctx->remote_port))) {", new: "if (0) {", tests: "TestExclusions$",
+		},
+		{
+			name: "exclude: the seal drops them", file: tc,
+			old: "if (opening_is_excluded(skb, cookie, &p)) {", new: "if (0) {", tests: "TestExclusions$",
+		},
+		{
+			name: "exclude: the seal looks at the port that a SYN comes from", file: tc,
+			old: "#define TCP_DPORT_OFFSET 2", new: "#define TCP_DPORT_OFFSET 0", tests: "TestAnExclusionIsNoWiderThanItSays",
+		},
+		{
+			name: "exclude: IPv4 packets by named hops pass", file: tc,
+			old: "p->by_hops = ip.ihl != sizeof(ip) / 4;", new: "", tests: "TestAnExclusionIsNoWiderThanItSays",
+		},
+		{
+			name: "exclude: IPv6 packets by named hops pass", file: tc,
+			old: "p->by_hops = true;", new: "", tests: "TestAnExclusionIsNoWiderThanItSays",
+		},
+		{
+			name: "exclude: what is cut off before its flags passes", file: tc,
+			old: "if (!pod || !p->straight || bpf_skb", new: "if (!pod || bpf_skb", tests: "TestAnExclusionIsNoWiderThanItSays",
+		},
+		{
+			name: "exclude: all of IPv6 is all of IPv4 too", file: "pkg/maps/exceptions.go",
+			old: "\t\tkey.Family = unix.AF_INET\n", new: "", tests: "TestExclusions$",
+		},
+		{
+			name: "exclude: an inbound port goes to the proxy", file: header,
+			old: "is_exception(cookie, EXCEPTION_INBOUND_PORT, port));", new: "false);", tests: "TestExcludedInboundPorts$",
+		},
+		{
+			name: "bypass: inbound connections go to the proxy", file: header,
+			old: "return pod->bypass_inbound || (", new: "return (", tests: "TestBypassInbound",
+		},
+		{
+			name: "bypass: the mesh tunnel goes to the app", file: header,
+			old: "if (is_loop(port) || port == PORT_HBONE)", new: "if (is_loop(port))", tests: "TestBypassInbound",
+		},
+		{
+			name: "bypass: the proxy's own ports are reached", file: skLookup,
+			old: "if (pod->bypass_inbound && is_loop(ctx->local_port))\n\t\treturn TO_NOBODY;", new: "", tests: "TestBypassInbound",
+		},
+		{
+			name: "bypass: the seal drops the app's answers", file: tc,
+			old: " || answer_is_apps(skb, cookie, &p)", new: "", tests: "TestBypassInbound",
+		},
+		{
+			name: "bypass: anybody may answer for an app", file: tc,
+			old: "is_left_to_app(cookie, pod, bpf_ntohs(port)) && is_kernels_answer(skb);", new: "is_left_to_app(cookie, pod, bpf_ntohs(port));",
+			tests: "TestOnlyTheKernelAnswersForAnApp",
+		},
+		{
+			name: "bypass: the answer of a Fast Open socket is not known", file: tc,
+			old: "return full->state == TCP_STATE_SYN_RECV;", new: "return false;", tests: "TestExcludedInboundPortsInOtherWays",
+		},
+		{
+			name: "bypass: a syncookie's answer is not known", file: tc,
+			old: "\tif (!sk)\n\t\treturn !skb->ingress_ifindex;", new: "\tif (!sk)\n\t\treturn false;", tests: "TestExcludedInboundPortsInOtherWays",
+		},
+		{
+			name: "reroute: machines are taken for peers", file: skLookup,
+			old: "if (pod->has_exceptions && is_exception(cookie, EXCEPTION_INTERFACE", new: "if (0 && is_exception(cookie, EXCEPTION_INTERFACE",
+			tests: machines,
+		},
+		{
+			name: "reroute: machines reach the proxy's own ports", file: skLookup,
+			old: "if (addr_is_own(cookie, &dst) && (is_loop(ctx->local_port) ||", new: "if (0 && (is_loop(ctx->local_port) ||",
+			tests: machines,
+		},
+		{
+			name: "reroute: machines' addresses are not noted", file: skLookup,
+			old: "bpf_map_update_elem(&machines, &key, &value, BPF_ANY);", new: "(void)value;", tests: machines,
+		},
+		{
+			name: "reroute: the proxy speaks with a machine's IPv4 address", file: cgroup,
+			old: "\t\tctx->user_ip4 = 0;", new: "\t\t;", tests: machines,
+		},
+		{
+			name: "reroute: the proxy speaks with a machine's IPv6 address", file: cgroup,
+			old: "\t\tctx_write_v6(ctx, user_ip6, 0, 0,", new: "\t\tif (0) ctx_write_v6(ctx, user_ip6, 0, 0,", tests: machines,
+		},
+		{
+			name: "reroute: what the proxy accepts from machines stays on lo", file: sockOps,
+			old: "set_mark(ctx, sk->mark, MARK_ACCEPT);", new: "set_mark(ctx, sk->mark, MARK_REPLY);", tests: machines,
+		},
+		{
+			name: "reroute: the seal drops the proxy's answers to machines", file: tc,
+			old: " || answer_is_to_machine(skb)", new: "", tests: machines,
+		},
+		{
+			name: "reroute: a syncookie's answer to a machine is dropped", file: tc,
+			old: "return true; /* a syncookie's */", new: "return false;", tests: machines,
+		},
+		{
+			name: "reroute: anybody's answer passes for the proxy's to a machine", file: tc,
+			old: "return full && socket_is_of_proxy(full);", new: "return full != NULL;", tests: enters + "a_program_of_the_pod's_that_finds_it_a_listener_with",
+		},
+		{
+			name: "reroute: a packet with the accept mark passes for the proxy's answer", file: tc,
+			old: "!= MARK_ACCEPT || !is_kernels_answer(skb))", new: "!= MARK_ACCEPT)", tests: leaves + "a_packet_socket's_SYN-ACK_with_the_accept_mark",
+		},
+		{
+			name: "reroute: no rule for what machines send", file: netns,
+			old: "for _, name := range reroute {", new: "for _, name := range reroute[:0] {", tests: machines,
+		},
+		{
+			name: "reroute: no rule for what machines are answered", file: netns,
+			old: "if len(reroute) > 0 {", new: "if false {", tests: machines,
+		},
+		{
+			name: "reroute: auto takes the pod's own interface", file: netns,
+			old: "return carry[l.Attrs().Index] || ", new: "return ", tests: "TestMachinesInAPodAreRerouted/by_mark,_auto",
+		},
+		{
+			name: "reroute: rules of interfaces that are gone stay", file: watch,
+			old: "errs = append(errs, n.dropRules(family, names))", new: "_ = n.dropRules", tests: "TestMachinesThatComeLaterAreRerouted",
+		},
+		{
+			name: "reroute: interfaces that come later are not known", file: watch,
+			old: "_, errExceptions := e.applyExceptions(p, n)", new: "var errExceptions error", tests: "TestMachinesThatComeLaterAreRerouted",
+		},
+		{
+			name: "repair: exceptions stay as somebody has changed them", file: "pkg/enroll/configure.go",
+			old: "if p.excepted.Equal(have.excepted[cookie]) {", new: "if true {", tests: "TestExceptionsAreRepaired",
+		},
+		{
+			name: "repair: exceptions of no pod stay", file: reconcile,
+			old: "errs = append(errs, m.SetExceptions(cookie, excepted, maps.Exceptions{}))", new: "_ = excepted", tests: "TestExceptionsAreRepaired",
+		},
+		{
+			name: "settings: ranges are taken back after others are excluded", file: "pkg/maps/exceptions.go",
+			old: "for _, excluded := range []bool{false, true} {", new: "for _, excluded := range []bool{true, false} {",
+			tests: "TestNothingElseIsExcludedOnTheWay", pkg: "./pkg/maps",
+		},
+		{
+			name: "settings: what takes ranges back goes first", file: "pkg/maps/exceptions.go",
+			old: "for _, excluded := range []bool{true, false} {", new: "for _, excluded := range []bool{false, true} {",
+			tests: "TestNothingElseIsExcludedOnTheWay", pkg: "./pkg/maps",
+		},
+		{
+			name: "settings: a new agent does not know them", file: "pkg/enroll/state.go",
+			old: "leftovers{addrs[cookie], probed[uid], excepted[cookie], true}", new: "leftovers{addrs[cookie], probed[uid], excepted[0], true}",
+			tests: "TestSettingsAreKept",
+		},
+		{
+			name: "settings: a change that fails stays half done", file: "pkg/enroll/configure.go",
+			old: "err = errors.Join(err, undos.run())", new: "err = errors.Join(err)", tests: "TestASettingThatDoesNotFitChangesNothing",
+		},
+		{
+			name: "settings: exceptions outlive the pod", file: enroll,
+			old: "errs = append(errs, m.SetExceptions(cookie, left.excepted, maps.Exceptions{}))", new: "", tests: "TestSettingsAreKept",
+		},
 		// Probes.
 		{
 			name: "probes: every process of the host's is one", file: cgroup,
@@ -517,11 +698,11 @@ func mutations() []mutation {
 		},
 		{
 			name: "repair: no rule or route", file: watch,
-			old: "undo, err = n.addRouting(family)", new: "undo, err = nil, error(nil)\n\t\t_ = family", tests: "TestWhatAPodTakesAwayIsPutBack/the_IPv[46]_r",
+			old: "undo, err = n.addRouting(family, names)", new: "undo, err = nil, error(nil)\n\t\t_ = family", tests: "TestWhatAPodTakesAwayIsPutBack/the_IPv[46]_r",
 		},
 		{
 			name: "repair: no sysctl", file: watch,
-			old: "changed, err := n.setSysctls()", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
+			old: "changed, err := p.watch.sysctls.switchOn(p.ns, p.ipv6)", new: "changed, err := maps.Restore{}, error(nil)", tests: "TestWhatAPodTakesAwayIsPutBack/(tcp_)?fwmark",
 		},
 		{
 			name: "repair: no steer program", file: reconcile,
@@ -570,6 +751,14 @@ func mutations() []mutation {
 			old: "mark != MARK_PROXY || addr_is_own(cookie, &remote)", new: "mark != MARK_PROXY", tests: "TestOriginalDestination$",
 		},
 		{
+			name: "original destination: what finds a listener by itself has one", file: original,
+			old: "if (!verdict || !verdict->listens)", new: "if (0)", tests: "TestOriginalDestinationWithSettings",
+		},
+		{
+			name: "original destination: machines' connections to the pod have none", file: original,
+			old: "if (mark == MARK_ACCEPT)", new: "if (mark == MARK_ACCEPT && !addr_is_own(cookie, local))", tests: "TestOriginalDestinationWithSettings",
+		},
+		{
 			name: "original destination: peers' connections have none", file: original,
 			old: "return !bpf_map_lookup_elem(&admitted, &flow);", new: "return false;", tests: "TestOriginalDestination$",
 		},
@@ -604,11 +793,11 @@ func mutations() []mutation {
 		},
 		{
 			name: "take-over: a listener is not noted as the proxy's", file: takeover,
-			old: "if err := m.NoteProxySocket(fd); err != nil {", new: "if err := error(nil); err != nil {", tests: "TestListenersFromBeforeAreTakenOver",
+			old: "if err := m.NoteProxyListener(fd, uint16(port)); err != nil {", new: "if err := error(nil); err != nil {", tests: "TestListenersFromBeforeAreTakenOver",
 		},
 		{
 			name: "take-over: the outbound listener keeps its mark", file: takeover,
-			old: "mark&^markMask|markReply); err != nil {", new: "mark); err != nil {", tests: "TestListenersOfAnotherAgentAreTakenOver",
+			old: "mark&^markMask|markAccept); err != nil {", new: "mark); err != nil {", tests: "TestListenersOfAnotherAgentAreTakenOver",
 		},
 		{
 			name: "take-over: what may not be looked at is not told", file: takeover,

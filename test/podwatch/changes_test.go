@@ -166,6 +166,15 @@ var changes = []struct {
 		n.wantEntry(p, "inbound connections are captured again", func(e maps.Pod) bool { return !e.BypassInbound && e.DNSCapture })
 		p.Annotate(dnsCapture, "")
 		n.wantEntry(p, "DNS is not captured any more", func(e maps.Pod) bool { return !e.BypassInbound && !e.DNSCapture })
+		for annotation, value := range map[string]string{
+			"istio.io/reroute-virtual-interfaces": "br0, eth0", "redirector/exclude-outbound-cidrs": "10.0.0.0/8,!10.1.0.0/16",
+			"redirector/exclude-outbound-ports": "25", "redirector/exclude-inbound-ports": "9100",
+		} {
+			p.Annotate(annotation, value)
+			n.wantEntry(p, annotation+" is followed", func(e maps.Pod) bool { return e.HasExceptions })
+			p.Annotate(annotation, "")
+			n.wantEntry(p, annotation+" is followed when it goes", func(e maps.Pod) bool { return !e.HasExceptions })
+		}
 		n.wantIn(p)
 		n.end(p)
 	}},

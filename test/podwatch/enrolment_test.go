@@ -91,6 +91,8 @@ var stills = append(matrix(), []still{
 	{name: "IPv4 only", pod: kube.PodOptions{Namespace: "mesh", Net: bed.PodOptions{V4Only: true}}, want: true},
 	{name: "IPv6 only", pod: kube.PodOptions{Namespace: "mesh", Net: bed.PodOptions{V6Only: true}}, want: true},
 	{name: "IPv6 disabled", pod: kube.PodOptions{Namespace: "mesh", Net: bed.PodOptions{V6Disabled: true}}, want: true},
+	{name: "a static pod", pod: kube.PodOptions{Namespace: "mesh", Static: true}, want: true},
+	{name: "a static pod, cgroups by systemd", pod: kube.PodOptions{Namespace: "mesh", Static: true, Systemd: true}, want: true},
 	{name: "cgroups by systemd", pod: kube.PodOptions{Namespace: "mesh", Systemd: true}, want: true},
 
 	{name: "bypass true", pod: annotated(bypass, "true"), want: true, bypass: true},

@@ -265,7 +265,7 @@ var faults = []struct {
 		n.wantCNI(known[1])
 		n.steady([]*kube.Pod{known[0], fresh}, func() {
 			n.wantReady()
-			n.t.Logf("ready %s after the start; %s", time.Since(start), memory(n.t, n.agent.Pid))
+			n.t.Logf("ready %s after the start, with %d kB in memory", time.Since(start), n.memory("VmRSS"))
 		})
 		n.wantDone(append(known, fresh)...)
 		n.DeleteNamespace("crowd")
@@ -288,21 +288,6 @@ func (n *node) crowd(namespace string, count int) {
 	if err := group.Wait(); err != nil {
 		n.t.Fatal(err)
 	}
-}
-
-// memory says how much a process has in memory.
-func memory(t *testing.T, pid int) string {
-	t.Helper()
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for line := range strings.Lines(string(data)) {
-		if strings.HasPrefix(line, "VmRSS:") {
-			return strings.Join(strings.Fields(line), " ")
-		}
-	}
-	return "VmRSS: unknown"
 }
 
 // right is a verb on a resource.

@@ -78,6 +78,13 @@ func TestAttemptsToGetPastTheProxyAreSaid(t *testing.T) {
 	if events := n.events(quiet); len(events) != 1 {
 		t.Errorf("of a pod that has done nothing it is said: %s", texts(events))
 	}
+
+	// An event waits for the API server.
+	n.Faults.Refuse(true)
+	rawSYN(t, quiet, n.b.Outside.V4, n.app.Port)
+	time.Sleep(twoReads)
+	n.Faults.Refuse(false)
+	n.wantEvent(quiet, "BypassBlocked", "dropped on its way out of the pod (once)")
 }
 
 // rawSYN sends a SYN by a raw socket.
@@ -132,11 +139,12 @@ func TestEachCounterThatIsAnIncidentMakesOneEvent(t *testing.T) {
 		HboneNoListener: 3, ProxyToApp: 3, ProxyOutbound: 3, OwnAddress: 3, CaptureFailed: 3, BindFailed: 3, ProbesAdmitted: 3,
 		SealDropped: 3, SealDroppedSynack: 3, LoopsDropped: 3, ForeignMarks: 3, RawBypassRefused: 3, ListenersAdded: 3,
 		ListenersRejected: 3, UnboundListeners: 3, MarkedListeners: 3, DnsCaptured: 3, DnsRefused: 3, StraysDropped: 3,
+		ExcludedOutbound: 3, ExcludedInbound: 3, BypassedInbound: 3, Rerouted: 3, SealExcluded: 3, UnownedDropped: 3,
 	}
 	if err := pinned.Update(bpf.RedirectorNetnsKey{NetnsCookie: p.NS.Cookie}, perCPU, ebpf.UpdateExist); err != nil {
 		t.Fatal(err)
 	}
-	want := map[string]int{"BypassBlocked": 6, "SteeringFailed": 5}
+	want := map[string]int{"BypassBlocked": 6, "SteeringFailed": 6}
 	n.eventually("each has its event", func() error {
 		have := map[string]int{}
 		for _, e := range n.events(p) {

@@ -46,6 +46,12 @@ var departures = []struct {
 		n.SelectNodes(`{"nodeSelector":{"pool":"b"}}`)
 		n.Forbid("get", "nodes")
 	}, false, "forbidden", false},
+	{"the agent was told to clean up each time", func(n *node) {
+		n.env = append(n.env, "AMBIENT_DISABLE_SAFE_UPGRADE=true")
+		n.stopAgent()
+		n.startAgent()
+		n.wantReady()
+	}, true, "--disable-safe-upgrade", false},
 	{"the DaemonSet is being deleted", func(n *node) {
 		n.KeepDaemonSet()
 		n.DeleteDaemonSet()

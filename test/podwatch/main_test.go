@@ -67,7 +67,7 @@ func TestMain(m *testing.M) {
 type node struct {
 	*kube.Cluster
 	b     *bed.Bed
-	t     *testing.T
+	t     testing.TB
 	env   []string
 	agent *bed.Proc
 	proxy *bed.Proc
@@ -75,12 +75,14 @@ type node struct {
 	log   string
 	app   *bed.App // outside of the node
 	count int
+	// binary is the agent's; "": this one.
+	binary string
 	// whileStopping, if not nil, is called when the agent was told to stop.
 	whileStopping func()
 }
 
 // newNode makes a node without an agent. env is added to the agent's environment.
-func newNode(t *testing.T, env ...string) *node {
+func newNode(t testing.TB, env ...string) *node {
 	t.Helper()
 	b := bed.ForTest(t, bed.Options{})
 	if err := b.JoinCgroup(); err != nil {
@@ -98,7 +100,7 @@ func newNode(t *testing.T, env ...string) *node {
 }
 
 // in has a subtest's failures be its own.
-func (n *node) in(t *testing.T, fn func(*node)) {
+func (n *node) in(t testing.TB, fn func(*node)) {
 	t.Helper()
 	inner := *n
 	inner.t = t
@@ -112,6 +114,9 @@ func (n *node) start(role, group string, args, env []string) *bed.Proc {
 	self, err := os.Executable()
 	if err != nil {
 		n.t.Fatal(err)
+	}
+	if role == "redirector" && n.binary != "" {
+		self = n.binary
 	}
 	dir, err := n.b.Group(group)
 	if err != nil {

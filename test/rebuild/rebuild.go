@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package rebuild makes other versions of redirector for tests of upgrades: it changes a copy of the sources, compiles the
-// programs and builds the binary, as a release would be.
+// Package rebuild makes other versions of redirector for tests: of upgrades, for which it changes a copy of the sources, compiles
+// the programs and builds the binary, as a release would be; and of the programs, for which it compiles them in other ways.
 package rebuild
 
 import (
@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strings"
 )
 
 // ErrMissing says which tool is not on this machine.
@@ -90,16 +91,13 @@ func Agent(ctx context.Context, dir, version string, edits []Edit) (string, erro
 			return "", fmt.Errorf("%s is %w", tool, ErrMissing)
 		}
 	}
-	root, err := run(ctx, ".", "go", "list", "-m", "-f", "{{.Dir}}")
+	source, err := root(ctx)
 	if err != nil {
 		return "", err
 	}
-	source := string(bytes.TrimSpace(root))
 	tree := filepath.Join(dir, "source-"+version)
-	for _, part := range []string{"bpf", "cmd", "pkg"} {
-		if err := os.CopyFS(filepath.Join(tree, part), os.DirFS(filepath.Join(source, part))); err != nil {
-			return "", fmt.Errorf("copy the sources: %w", err)
-		}
+	if err := copyParts(tree, source, "bpf", "cmd", "pkg"); err != nil {
+		return "", err
 	}
 	for _, file := range []string{"go.mod", "go.sum"} {
 		data, err := os.ReadFile(filepath.Join(source, file))
@@ -110,10 +108,8 @@ func Agent(ctx context.Context, dir, version string, edits []Edit) (string, erro
 			return "", fmt.Errorf("copy the sources: %w", err)
 		}
 	}
-	for _, e := range edits {
-		if err := e.apply(tree); err != nil {
-			return "", err
-		}
+	if err := applyAll(tree, edits); err != nil {
+		return "", err
 	}
 	if len(edits) > 0 {
 		if _, err := run(ctx, tree, "go", "generate", "./bpf"); err != nil {
@@ -123,6 +119,67 @@ func Agent(ctx context.Context, dir, version string, edits []Edit) (string, erro
 	binary := filepath.Join(dir, "redirector-"+version)
 	_, err = run(ctx, tree, "go", "build", "-buildvcs=false", "-ldflags=-s -w -X main.version="+version, "-o", binary, "./cmd/redirector")
 	return binary, err
+}
+
+// Object compiles the BPF programs with a compiler, as "clang-16", and with changes of the sources below bpf/, and returns the
+// path of the object, which is below dir. The flags are those of go generate. The error wraps ErrMissing when the compiler is.
+func Object(ctx context.Context, dir, compiler string, edits []Edit) (string, error) {
+	if _, err := exec.LookPath(compiler); err != nil {
+		return "", fmt.Errorf("%s is %w", compiler, ErrMissing)
+	}
+	source, err := root(ctx)
+	if err != nil {
+		return "", err
+	}
+	tree, err := os.MkdirTemp(dir, "source-")
+	if err != nil {
+		return "", fmt.Errorf("copy the sources: %w", err)
+	}
+	if err := copyParts(tree, source, "bpf"); err != nil {
+		return "", err
+	}
+	if err := applyAll(tree, edits); err != nil {
+		return "", err
+	}
+	directive, err := os.ReadFile(filepath.Join(tree, "bpf", "bpf.go"))
+	if err != nil {
+		return "", fmt.Errorf("find the flags of the compiler: %w", err)
+	}
+	found := compilerFlags.FindSubmatch(directive)
+	if found == nil {
+		return "", fmt.Errorf("find the flags of the compiler: bpf/bpf.go has no directive that matches %s", compilerFlags)
+	}
+	object := filepath.Join(dir, compiler+".o")
+	args := append(strings.Fields(string(found[1])), "-target", "bpfel", "-c", "redirector.c", "-o", object)
+	_, err = run(ctx, filepath.Join(tree, "bpf"), compiler, args...)
+	return object, err
+}
+
+// compilerFlags are what go generate hands to the compiler.
+var compilerFlags = regexp.MustCompile(`(?m)^//go:generate .* redirector\.c -- (.*)$`)
+
+// root is the module's.
+func root(ctx context.Context) (string, error) {
+	dir, err := run(ctx, ".", "go", "list", "-m", "-f", "{{.Dir}}")
+	return string(bytes.TrimSpace(dir)), err
+}
+
+func copyParts(tree, source string, parts ...string) error {
+	for _, part := range parts {
+		if err := os.CopyFS(filepath.Join(tree, part), os.DirFS(filepath.Join(source, part))); err != nil {
+			return fmt.Errorf("copy the sources: %w", err)
+		}
+	}
+	return nil
+}
+
+func applyAll(tree string, edits []Edit) error {
+	for _, e := range edits {
+		if err := e.apply(tree); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (e *Edit) apply(tree string) error {

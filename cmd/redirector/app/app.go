@@ -3,8 +3,8 @@
 // Package app is the command line of redirector. It reads flags and their twins in the environment, and prints; what is done
 // is done in pkg/, and by the agent, which the other commands ask over its socket.
 //
-// A command ends with status 0 when it has done what it was told, 1 when it has not, and 2 when it was called wrongly. In
-// both latter cases it writes one line to standard error that says what is wrong and what to do.
+// A command ends with status 0 when it has done what it was told, 1 when it has not, and 2 when it was called wrongly; check
+// has more of them. When it is not 0, it writes one line to standard error that says what is wrong and what to do.
 package app
 
 import (
@@ -20,6 +20,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
+	"sigs.k8s.io/yaml"
 
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 )
@@ -67,7 +68,7 @@ func Main(ctx context.Context, args []string, env Env) int {
 	root := newRoot(&env)
 	root.SetArgs(args)
 	cmd, err := root.ExecuteContextC(ctx)
-	usage, logged := (*usageError)(nil), (*loggedError)(nil)
+	usage, logged, status := (*usageError)(nil), (*loggedError)(nil), (*statusError)(nil)
 	switch {
 	case err == nil:
 		return exitDone
@@ -76,10 +77,18 @@ func Main(ctx context.Context, args []string, env Env) int {
 	case errors.As(err, &usage):
 		fmt.Fprintf(env.Stderr, "%s: %s (see %s --help)\n", root.Name(), oneLine(err), cmd.CommandPath())
 		return exitUsage
+	case errors.As(err, &status):
+		fmt.Fprintf(env.Stderr, "%s: %s\n", root.Name(), oneLine(err))
+		return status.status
 	default:
 		fmt.Fprintf(env.Stderr, "%s: %s\n", root.Name(), oneLine(err))
 		return exitFailed
 	}
+}
+
+// Commands returns all commands, for what is generated from them; they are not to be run.
+func Commands() *cobra.Command {
+	return newRoot(&Env{Stdout: io.Discard, Stderr: io.Discard, Getenv: func(string) string { return "" }})
 }
 
 func newRoot(env *Env) *cobra.Command {
@@ -90,10 +99,12 @@ func newRoot(env *Env) *cobra.Command {
 iptables or conntrack. The agent runs once per node. Other commands talk to it, and must run as root on that node.
 
 A command ends with status 0 when it has done what it was told, 1 when it has not, and 2 when it was
-called wrongly, and then says why in one line on standard error.`,
-		Example: `  redirector agent --standalone &
+called wrongly, and then says why in one line on standard error. "check" has more of them.`,
+		Example: `  redirector check
+  redirector agent --standalone &
   redirector enroll --uid 1 --name shop/web --service-account web --netns /run/netns/web
   redirector pods
+  redirector pod web
   redirector status
   redirector unenroll --uid 1`,
 		Version:       env.buildInfo().Version,
@@ -111,10 +122,12 @@ called wrongly, and then says why in one line on standard error.`,
 	root.CompletionOptions.DisableDefaultCmd = true
 	root.SetHelpCommand(newHelp())
 	for _, cmd := range []*cobra.Command{
-		newAgent(env), newEnroll(env), newUnenroll(env), newPods(env), newStatus(env), newCleanup(env), newVersion(env),
-		newCNI(), newInstall(env), newUninstall(env),
+		newAgent(env), newEnroll(env), newSet(env), newUnenroll(env), newPods(env), newPod(env), newStatus(env), newCheck(env),
+		newExplain(env), newCleanup(env), newVersion(env), newCNI(), newInstall(env), newUninstall(env), newCompletion(env),
 	} {
-		cmd.Args = noArgs
+		if cmd.Args == nil {
+			cmd.Args = noArgs
+		}
 		root.AddCommand(cmd)
 	}
 	return root
@@ -179,6 +192,17 @@ func (env *Env) printJSON(value any) error {
 		enc := json.NewEncoder(w)
 		enc.SetIndent("", "  ")
 		return enc.Encode(value)
+	})
+}
+
+// printYAML writes the same fields as printJSON.
+func (env *Env) printYAML(value any) error {
+	return env.print(func(w io.Writer) error {
+		text, err := yaml.Marshal(value)
+		if err == nil {
+			_, err = w.Write(text)
+		}
+		return err
 	})
 }
 

@@ -24,8 +24,7 @@ type enrollOptions struct {
 	serviceAccount string
 	netns          string
 	ips            []string
-	dnsCapture     bool
-	dnsCaptureSet  bool // else the agent's own setting counts
+	settings       api.SettingsRequest
 	waitProxy      bool
 	timeout        time.Duration
 	runDir         string
@@ -41,7 +40,8 @@ connect to in it. Connections that are there already are left alone.
 
 The command returns when the pod is captured and a node proxy has said that it runs for it. If none does
 in time, the command fails, and the pod stays captured: nothing of it passes until a node proxy comes. It
-may be repeated, to repair or to wait again.
+may be repeated, to repair or to wait again. What the pod may have its own way is told here, and may be
+changed later by "redirector set", whose help explains it.
 
 The path of the network namespace is opened by the agent, so it must lead there from where the agent is. It
 is never the host's. /proc/self/ns/net stands for the namespace that this command runs in.`,
@@ -50,7 +50,7 @@ is never the host's. /proc/self/ns/net stands for the namespace that this comman
       --ip 10.0.0.7,fd00::7 --timeout 30s
   ip netns exec web redirector enroll --uid 1 --name shop/web --service-account web --netns /proc/self/ns/net`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			o.dnsCaptureSet = cmd.Flags().Changed("dns-capture")
+			o.settings = settingsOf(cmd.Flags())
 			return o.run(cmd.Context(), env)
 		},
 	}
@@ -60,8 +60,7 @@ is never the host's. /proc/self/ns/net stands for the namespace that this comman
 	flags.StringVar(&o.serviceAccount, "service-account", "", "the pod's service account, part of its identity in the mesh")
 	flags.StringVar(&o.netns, "netns", "", "path of the pod's network namespace")
 	flags.StringSliceVar(&o.ips, "ip", nil, "addresses of which the namespace must have one (default: any namespace will do)")
-	flags.BoolVar(&o.dnsCapture, "dns-capture", false,
-		"send the pod's DNS queries to the node proxy, or do not (default: as the agent does)")
+	addSettings(flags)
 	flags.BoolVar(&o.waitProxy, "wait-proxy", true, "wait until a node proxy runs for the pod")
 	flags.DurationVar(&o.timeout, "timeout", 10*time.Second, "how long to wait for it")
 	addRunDir(flags, &o.runDir)
@@ -122,8 +121,8 @@ func (o *enrollOptions) request() (api.EnrollRequest, error) {
 		Wait:    o.waitProxy,
 		Timeout: api.Duration(o.timeout),
 	}
-	if o.dnsCaptureSet {
-		request.Spec.Settings.DNSCapture = &o.dnsCapture
+	if err := o.settings.Apply(&request.Spec.Settings); err != nil {
+		return api.EnrollRequest{}, err
 	}
 	return request, request.Spec.Validate()
 }

@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/kubeapi"
@@ -34,9 +35,9 @@ const (
 	defaultSystem    = "istio-system"
 	// defaultHealth is where istio-cni's DaemonSet has its readiness probe look.
 	defaultHealth = ":8000"
-	// clientQPS and clientBurst bound the requests to the API server, as istio-cni does: a node that starts writes an annotation
-	// for each of its pods.
-	clientQPS, clientBurst = 80, 160
+	// clientQPS, per second as istio-cni's, and clientBurst bound the requests to the API server but events. A node that starts
+	// writes an annotation for each of its pods, of which clouds allow 250; no more than eight are under way at a time.
+	clientQPS, clientBurst = 80, 300
 	// leaveTimeout bounds how long the agent, when told to stop, asks whether it will come back. Of the 30 s that a pod has to
 	// stop, most is left for cleaning up.
 	leaveTimeout = 5 * time.Second
@@ -52,6 +53,8 @@ type kubernetesOptions struct {
 	proc                                string
 	healthAddr                          string
 	installCNI                          bool
+	// cleanUp says that the agent is to clean up when it stops, whoever comes after it.
+	cleanUp bool
 	// gone says that the agent has ended for good, and the node has to be cleaned up.
 	gone bool
 }
@@ -67,6 +70,9 @@ func (o *kubernetesOptions) addFlags(flags *pflag.FlagSet) {
 	addPath(flags, &o.proc, "proc", defaultProc, "the node's /proc")
 	flags.StringVar(&o.healthAddr, "health-addr", "", "address of /healthz and /readyz (default: "+defaultHealth+", none with --standalone)")
 	flags.BoolVar(&o.installCNI, "install-cni", true, "install the CNI plugin and keep it installed; not with --standalone")
+	flags.BoolVar(&o.cleanUp, "disable-safe-upgrade", false, "when the agent stops, clean up as if its DaemonSet were gone, whether or not it is: "+
+		"pods are not captured until the next agent has them; not with --standalone")
+	twin(flags, "disable-safe-upgrade", "AMBIENT_DISABLE_SAFE_UPGRADE")
 	for _, name := range []string{
 		"node-name", "kubeconfig", "system-namespace", "ambient-enablement-selector", "proc", "health-addr", "install-cni",
 	} {
@@ -232,11 +238,9 @@ func (a *kubernetesAgent) repaired(uid string, kind enroll.Repair) {
 
 // serve adds to a group what is done until ctx is done. The pods that were enrolled have been taken over.
 func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
-	conditions := []condition{{"dataplane", func() error { return nil }}}
 	if a.watcher != nil {
 		group.Go(func() error { return a.watcher.Run(ctx) })
 		group.Go(func() error { return cni.NewServer(a.watcher, a.log).Serve(ctx, a.plugins) })
-		conditions = append(conditions, condition{"kubernetes", a.health.Err}, condition{"pods", a.watcher.Ready})
 	}
 	if a.installer != nil {
 		group.Go(func() error {
@@ -247,6 +251,19 @@ func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
 			}
 			return nil
 		})
+	}
+	if a.listener != nil {
+		group.Go(func() error { return serveHealth(ctx, a.listener, a.conditions(), a.log) })
+	}
+}
+
+// conditions are what must be so for the agent to be ready.
+func (a *kubernetesAgent) conditions() []condition {
+	conditions := []condition{{"dataplane", func() error { return nil }}}
+	if a.watcher != nil {
+		conditions = append(conditions, condition{"kubernetes", a.health.Err}, condition{"pods", a.watcher.Ready})
+	}
+	if a.installer != nil {
 		conditions = append(conditions, condition{"cni", func() error {
 			if err := a.installed.Load(); err != nil {
 				return *err
@@ -254,9 +271,20 @@ func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
 			return errors.New("the CNI plugin's installation was not looked at yet")
 		}})
 	}
-	if a.listener != nil {
-		group.Go(func() error { return serveHealth(ctx, a.listener, conditions, a.log) })
+	return conditions
+}
+
+// reportConditions says of each whether it is met.
+func (a *kubernetesAgent) reportConditions() []api.Condition {
+	var all []api.Condition
+	for _, c := range a.conditions() {
+		reported := api.Condition{Name: c.name}
+		if err := c.err(); err != nil {
+			reported.Problem = oneLine(err)
+		}
+		all = append(all, reported)
 	}
+	return all
 }
 
 // leaves says whether the agent, which was told to stop, goes for good. If so it has removed what only it can: the plugin, so that
@@ -269,7 +297,10 @@ func (a *kubernetesAgent) leaves(ctx context.Context) bool {
 	ctx = context.WithoutCancel(ctx)
 	asking, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
-	gone, why := podwatch.Uninstalled(asking, a.client, a.opts.podNamespace, a.opts.daemonSet, a.opts.node)
+	gone, why := true, "--disable-safe-upgrade says so"
+	if !a.opts.cleanUp {
+		gone, why = podwatch.Uninstalled(asking, a.client, a.opts.podNamespace, a.opts.daemonSet, a.opts.node)
+	}
 	if !gone {
 		a.log.Info("everything stays for the next agent", "reason", why)
 		return false

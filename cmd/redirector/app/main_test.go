@@ -38,6 +38,8 @@ const (
 	// roleWithout is roleRedirector without some capabilities.
 	roleWithout   = "without"
 	roleNodeproxy = "nodeproxy"
+	// roleOdd is roleRedirector where some mounts are other than usual; see oddVar.
+	roleOdd = "odd"
 )
 
 func TestMain(m *testing.M) {
@@ -46,6 +48,9 @@ func TestMain(m *testing.M) {
 		os.Exit(Main(context.Background(), os.Args[1:], Env{Stdout: os.Stdout, Stderr: os.Stderr, Getenv: os.Getenv, Version: "v0.0.0-test"}))
 	case roleWithout:
 		fmt.Println(execWithout(strings.Fields(os.Getenv(dropVar))))
+		os.Exit(99)
+	case roleOdd:
+		fmt.Println(execOdd(os.Getenv(oddVar)))
 		os.Exit(99)
 	case roleNodeproxy:
 		os.Exit(nodeproxy.Main(os.Args[1:]))
@@ -257,7 +262,11 @@ func (m *machine) enrollFlags(pod *bed.NS, more ...string) []string {
 		"--netns", pod.Path, "--wait-proxy=false",
 	}
 	if !slices.Contains(more, "--ip") { // it may be given several times, and all count
-		flags = append(flags, "--ip", pod.V4.String()+","+pod.V6.String())
+		addresses := pod.V4.String()
+		if pod.V6.IsValid() {
+			addresses += "," + pod.V6.String()
+		}
+		flags = append(flags, "--ip", addresses)
 	}
 	return append(flags, more...)
 }

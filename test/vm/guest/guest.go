@@ -28,9 +28,24 @@ type Config struct {
 	Dir string
 	// Modules are the kernel modules, in the order in which they have to be loaded.
 	Modules []Module
+	// Cgroups says how cgroups are mounted.
+	Cgroups Cgroups
+	// Sysctls are set before the program starts: values by path below /proc/sys.
+	Sysctls map[string]string
 	// Collect are the paths of files, or of folders of files, that are handed back when the program has ended.
 	Collect []string
 }
+
+// Cgroups says how the cgroup file systems are mounted in the guest.
+type Cgroups string
+
+// The ways to mount cgroups.
+const (
+	// CgroupsUnified is cgroup2 at /sys/fs/cgroup, as systemd has it now.
+	CgroupsUnified Cgroups = ""
+	// CgroupsLegacy is version 1 alone, a hierarchy for each controller below /sys/fs/cgroup, and cgroup2 nowhere.
+	CgroupsLegacy Cgroups = "legacy"
+)
 
 // Module is a kernel module to load.
 type Module struct {

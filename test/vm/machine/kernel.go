@@ -20,6 +20,8 @@ import (
 type Kernel struct {
 	// Version is the kernel's release, as in uname -r.
 	Version string
+	// Line is what the kernel was asked for by, as 6.1; OpenKernel does not know it.
+	Line string
 	// Image is the path of the bootable image.
 	Image string
 

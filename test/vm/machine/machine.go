@@ -11,9 +11,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -43,6 +45,10 @@ const (
 	// kernel patches its own code, as it does for each static key that attaching cgroup, clsact and tcx programs flips.
 	accel = "tcg,thread=single"
 
+	// cpu has the oldest features that a 64-bit kernel runs on: with all that QEMU can emulate (max), tests take a third more of
+	// the host's time, for page tables have a level more, and a switch of tasks saves more registers.
+	cpu = "qemu64"
+
 	// logTail is how much of the kernel log goes into an error, in bytes.
 	logTail = 4 << 10
 
@@ -65,6 +71,10 @@ type Machine struct {
 	MemoryMiB int
 	// Append is added to the kernel's command line.
 	Append string
+	// Cgroups says how cgroups are mounted.
+	Cgroups guest.Cgroups
+	// Sysctls are set before the program starts: values by path below /proc/sys.
+	Sysctls map[string]string
 	// KernelLog is where the kernel's console log goes ("": nowhere).
 	KernelLog string
 	// QEMU is the emulator ("": qemu-system-x86_64).
@@ -81,6 +91,8 @@ type Program struct {
 	Env []string
 	// Dir is its working directory. The files below testdata in this folder of the host's come along.
 	Dir string
+	// Files come along, too: files of the host's by their paths in the guest.
+	Files map[string]string
 	// Collect are files in the guest that are written to the same path on the host when it has ended. A path that ends
 	// in a slash is a folder of them.
 	Collect []string
@@ -94,6 +106,8 @@ type Result struct {
 	Code int
 	// Release is the kernel's, as the guest gives it.
 	Release string
+	// CPU is how long QEMU has kept CPUs of the host busy.
+	CPU time.Duration
 	// Boot is the time from the start of QEMU to the start of the program.
 	Boot time.Duration
 	// Notes are what vminit could not do, and the modules that the kernel lacks.
@@ -163,6 +177,7 @@ func (m *Machine) Run(ctx context.Context, p Program) (*Result, error) {
 			m.Kernel.Version, why, complaints.String(), tail(log, logTail))
 	}
 	res.Complaints = Complaints(string(log))
+	res.CPU = q.ProcessState.UserTime() + q.ProcessState.SystemTime()
 	return res, nil
 }
 
@@ -177,7 +192,7 @@ func orDefault[T comparable](v, def T) T {
 func (m *Machine) arguments(initrd, klog string) []string {
 	return []string{
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-		"-machine", "q35", "-accel", accel, "-cpu", "max",
+		"-machine", "q35", "-accel", accel, "-cpu", cpu,
 		"-smp", strconv.Itoa(orDefault(m.CPUs, 2)), "-m", strconv.Itoa(orDefault(m.MemoryMiB, 1024)),
 		"-kernel", m.Kernel.Image, "-initrd", initrd,
 		// An oops ends the machine: what a test says after one means nothing. Level 5 shows warnings, not the boot.
@@ -212,8 +227,14 @@ func (m *Machine) writeInitramfs(path string, p Program) (absent []string, err e
 		Env:     append([]string{"PATH=/bin", "HOME=/tmp", "TMPDIR=/tmp", "VMTEST_IN_VM=1"}, p.Env...),
 		Dir:     orDefault(p.Dir, "/"),
 		Collect: p.Collect,
+		Cgroups: m.Cgroups,
+		Sysctls: m.Sysctls,
 	}
 	a.copyFile(c.Argv[0], p.Path)
+	for _, name := range slices.Sorted(maps.Keys(p.Files)) {
+		a.dir(filepath.Dir(name))
+		a.copyFile(name, p.Files[name])
+	}
 	for _, mod := range mods {
 		dst := "/modules/" + mod.name + ".ko"
 		a.file(dst, mod.elf)

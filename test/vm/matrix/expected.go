@@ -16,7 +16,8 @@ type Rule struct {
 	// Where names the line, for messages.
 	Where string
 	// Kernel is a release or its beginning up to a dot, dash or plus sign ("6.1" is not "6.12"), the same with an
-	// exclamation mark before it for all others, or * for all.
+	// exclamation mark before it for all others, or * for all. Behind an @ it is the name of an odd machine, on whatever kernel;
+	// other rules count there, too.
 	Kernel string
 	// Package is a path below the module's root, in which * stands for anything.
 	Package string
@@ -59,6 +60,9 @@ func glob(pattern string) *regexp.Regexp {
 
 // covers says whether the rule is about this package on this kernel.
 func (r *Rule) covers(c *Cell) bool {
+	if machine, odd := strings.CutPrefix(r.Kernel, "@"); odd {
+		return c.Machine == machine && r.packages.MatchString(c.Package)
+	}
 	kernel, others := strings.CutPrefix(r.Kernel, "!")
 	rest, begins := strings.CutPrefix(c.Kernel, kernel)
 	same := begins && (rest == "" || strings.ContainsAny(rest[:1], ".-+~"))
@@ -75,7 +79,8 @@ func (r *Rule) exact() bool { return !strings.Contains(r.Package+r.Test, "*") }
 
 // Judge holds the cell's skips against the rules and adds what is wrong to its problems: a skip that no rule expects or
 // that gives no reason, and a test that an exact rule names and that passed. With complete, when no tests were selected,
-// it is also wrong that a test an exact rule names does not exist, or that the package has no tests at all.
+// it is also wrong that a test an exact rule names does not exist, or that the package has no tests at all. An odd machine
+// need not skip what ordinary ones have to.
 func (c *Cell) Judge(rules []Rule, complete bool) {
 	if complete && len(c.all) == 0 && len(c.Problems) == 0 {
 		c.problem("no test ran")
@@ -91,7 +96,7 @@ func (c *Cell) Judge(rules []Rule, complete bool) {
 	}
 	for i := range rules {
 		r := &rules[i]
-		if !r.exact() || !r.covers(c) {
+		if !r.exact() || !r.covers(c) || c.Machine != "" && !strings.HasPrefix(r.Kernel, "@") {
 			continue
 		}
 		switch t := c.all[r.Test]; {

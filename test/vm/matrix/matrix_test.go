@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 
 func TestPasses(t *testing.T) { fmt.Println("--- FAIL: TestPasses (0.00s)") }
 
-func TestFails(t *testing.T) { t.Log("first"); t.Error("got 1,\nwant 2") }
+func TestFails(t *testing.T) { t.Attr("instructions", "12"); t.Log("first"); t.Error("got 1,\nwant 2") }
 
 func TestIsSkipped(t *testing.T) {
 	t.Log("looking for a feature")
@@ -78,7 +78,7 @@ func runSample(t *testing.T, env ...string) *Cell {
 	run := exec.Command(filepath.Join(dir, "sample.test"), "-test.v=test2json")
 	run.Env = append(os.Environ(), env...)
 	out, _ := run.CombinedOutput() // it fails on purpose
-	convert := exec.Command("go", "tool", "test2json")
+	convert := exec.Command("go", "tool", "test2json", "-t")
 	convert.Stdin = bytes.NewReader(out)
 	events, err := convert.Output()
 	if err != nil {
@@ -95,7 +95,7 @@ func TestEveryTestIsCountedOnceByItsOutcome(t *testing.T) {
 	c := runSample(t)
 	want := []Test{
 		{Name: "TestPasses", Outcome: Passed},
-		{Name: "TestFails", Outcome: Failed},
+		{Name: "TestFails", Outcome: Failed, Attrs: map[string]string{"instructions": "12"}},
 		{Name: "TestIsSkipped", Outcome: Skipped, Reason: "sk_lookup ingress_ifindex (kernel 5.17) is missing"},
 		{Name: "TestSaysNothing", Outcome: Skipped},
 		{Name: "TestHasSubtests/passes", Outcome: Passed},
@@ -180,6 +180,67 @@ func rules(t *testing.T, text string) []Rule {
 	return rs
 }
 
+// on puts a cell on an odd machine.
+func on(machine string, c *Cell) *Cell {
+	c.Machine = machine
+	return c
+}
+
+func TestPartsOfACellAreAddedUp(t *testing.T) {
+	a := cell("6.1", "a", Test{Name: "TestA", Outcome: Passed, Seconds: 2}, Test{Name: "TestA/sub", Outcome: Passed, Seconds: 1})
+	b := cell("6.1", "a", Test{Name: "TestB", Outcome: Failed, Seconds: 3}, Test{Name: "TestC", Outcome: Skipped, Reason: "tcx"})
+	a.Seconds, a.CPUSeconds, b.Seconds, b.CPUSeconds = 10, 7, 20, 5
+	a.Notes, b.Notes = []string{"same"}, []string{"same", "other"}
+	b.Problems, b.Stray = []string{"the machine died"}, []string{"panic: x"}
+	a.Merge(b)
+	if a.Passed != 2 || a.Failed != 1 || a.Skipped != 1 || a.Seconds != 30 || a.CPUSeconds != 12 || len(a.Tests) != 4 {
+		t.Errorf("the sum is %+v", a)
+	}
+	if d := cmp.Diff([]string{"same", "other"}, a.Notes); d != "" {
+		t.Errorf("notes (-want +got):\n%s", d)
+	}
+	if !a.Bad() || len(a.Problems) != 1 || len(a.Stray) != 1 {
+		t.Errorf("what is wrong with a part is lost: %+v", a)
+	}
+	if d := cmp.Diff(map[string]float64{"TestA": 2, "TestB": 3, "TestC": 0}, a.Durations()); d != "" {
+		t.Errorf("durations (-want +got):\n%s", d)
+	}
+	// A rule that names a test of either part finds it.
+	a.Judge(rules(t, "6.1 a TestC tcx\n6.1 a TestA tcx"), true)
+	if len(a.Problems) != 2 || !strings.Contains(a.Problems[1], "TestA to be skipped, and it passed") {
+		t.Errorf("problems are %q", a.Problems)
+	}
+}
+
+func TestAnOddMachineHasAColumnOfItsOwn(t *testing.T) {
+	r := &Report{
+		Kernels: []string{"6.1", "6.1 jit-off"}, Packages: []string{"a", "b"}, Wanted: 3,
+		Cells: []*Cell{
+			on("jit-off", cell("6.1", "a", Test{Name: "TestA", Outcome: Passed})),
+			cell("6.1", "a", Test{Name: "TestA", Outcome: Passed}, Test{Name: "TestB", Outcome: Passed}),
+			cell("6.1", "b", Test{Name: "TestA", Outcome: Passed}),
+		},
+	}
+	r.Finish()
+	var text bytes.Buffer
+	if err := r.WriteText(&text); err != nil {
+		t.Fatal(err)
+	}
+	for _, line := range []string{
+		"Package   6.1        6.1 jit-off\n", "a         2 passed   1 passed\n", "b         1 passed   \n", "all       3 passed   1 passed\n",
+		"PASS: 2 packages on 2 kernels\n",
+	} {
+		if !strings.Contains(text.String(), line) {
+			t.Errorf("no line %q in\n%s", line, &text)
+		}
+	}
+	r.Wanted = 4
+	r.Finish()
+	if r.Passed {
+		t.Error("a matrix in which something has not run has passed")
+	}
+}
+
 func TestSkipsAreHeldAgainstTheList(t *testing.T) {
 	skipped := Test{Name: "TestTCX", Outcome: Skipped, Reason: "tcx (kernel 6.6) is missing"}
 	passed := Test{Name: "TestTCX", Outcome: Passed}
@@ -215,6 +276,15 @@ func TestSkipsAreHeldAgainstTheList(t *testing.T) {
 			want: "list:1 expects TestOld to be skipped, and there is no such test: remove the line"},
 		{name: "not selected", list: "6.1 pkg/a TestOld tcx", cell: cell("6.1.0", "pkg/a", passed), selected: true},
 		{name: "pattern allows passing", list: "6.1 pkg/a Test* tcx", cell: cell("6.1.0", "pkg/a", passed)},
+		{name: "expected on an odd machine", list: "@jit-off pkg/a TestTCX tcx", cell: on("jit-off", cell("6.1.0", "pkg/a", skipped))},
+		{name: "expected on all machines", list: "6.1 pkg/a TestTCX tcx", cell: on("jit-off", cell("6.1.0", "pkg/a", skipped))},
+		{name: "not expected on another machine", list: "@jit-off pkg/a TestTCX tcx", cell: on("ipv6-off", cell("6.1.0", "pkg/a", skipped)),
+			want: "skipped and not expected to be: TestTCX: tcx (kernel 6.6) is missing"},
+		{name: "not expected on an ordinary machine", list: "@jit-off pkg/a TestTCX tcx", cell: cell("6.1.0", "pkg/a", skipped),
+			want: "skipped and not expected to be: TestTCX: tcx (kernel 6.6) is missing"},
+		{name: "passed on a machine that has it", list: "* pkg/a TestTCX tcx", cell: on("has-tcx", cell("6.1.0", "pkg/a", passed))},
+		{name: "passed against the list of the machine", list: "@jit-off pkg/a TestTCX tcx", cell: on("jit-off", cell("6.1.0", "pkg/a", passed)),
+			want: "list:1 expects TestTCX to be skipped, and it passed: remove the line"},
 		{name: "nothing ran", cell: cell("6.1.0", "pkg/a"), want: "no test ran"},
 		{name: "nothing was selected", cell: cell("6.1.0", "pkg/a"), selected: true},
 	} {
@@ -296,7 +366,7 @@ func TestVerdict(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			r := &Report{Kernels: []string{"5.10", "6.1"}, Packages: []string{"a", "b"}, Cells: tc.cells}
+			r := &Report{Kernels: []string{"5.10", "6.1"}, Packages: []string{"a", "b"}, Cells: tc.cells, Wanted: 4}
 			r.Finish()
 			if r.Passed != tc.passed {
 				t.Errorf("passed is %t", r.Passed)

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"regexp"
 	"slices"
 	"strings"
@@ -34,6 +35,8 @@ type Test struct {
 	Seconds float64 `json:"seconds"`
 	// Reason is what a skipped test said.
 	Reason string `json:"reason,omitempty"`
+	// Attrs are what the test has measured, as t.Attr took it.
+	Attrs map[string]string `json:"attrs,omitempty"`
 	// Output is what the test logged, without the framing of the test runner.
 	Output []string `json:"-"`
 }
@@ -42,13 +45,17 @@ type Test struct {
 type Cell struct {
 	// Kernel is the release that ran.
 	Kernel string `json:"kernel"`
+	// Machine is the odd machine that it ran on; empty: an ordinary one.
+	Machine string `json:"machine,omitempty"`
 	// Package is the path of the package below the module's root.
 	Package string `json:"package"`
-	// Seconds is the whole time, with the boot.
+	// Seconds is the whole time, with the boot; where tests were shared out to several machines, of all of them.
 	Seconds float64 `json:"seconds"`
-	Passed  int     `json:"passed"`
-	Failed  int     `json:"failed"`
-	Skipped int     `json:"skipped"`
+	// CPUSeconds is how long CPUs were busy for it.
+	CPUSeconds float64 `json:"cpuSeconds"`
+	Passed     int     `json:"passed"`
+	Failed     int     `json:"failed"`
+	Skipped    int     `json:"skipped"`
 	// Tests are the leaves: a test that has subtests is only here when it failed by itself.
 	Tests []Test `json:"tests"`
 	// Problems are what makes the cell bad besides failed tests: an unexpected skip, a machine that died.
@@ -60,6 +67,51 @@ type Cell struct {
 
 	// all are the tests with subtests too, by name.
 	all map[string]*Test
+}
+
+// Column is the heading under which the cell stands: the release, and the odd machine.
+func (c *Cell) Column() string { return Column(c.Kernel, c.Machine) }
+
+// Column names a kernel on a machine; an ordinary machine has no name.
+func Column(kernel, machine string) string {
+	if machine == "" {
+		return kernel
+	}
+	return kernel + " " + machine
+}
+
+// Merge adds the results of other tests of the same package on the same kernel and machine.
+func (c *Cell) Merge(other *Cell) {
+	c.Seconds += other.Seconds
+	c.CPUSeconds += other.CPUSeconds
+	c.Passed += other.Passed
+	c.Failed += other.Failed
+	c.Skipped += other.Skipped
+	c.Tests = append(c.Tests, other.Tests...)
+	c.Stray = append(c.Stray, other.Stray...)
+	for _, p := range other.Problems {
+		c.problem("%s", p)
+	}
+	for _, n := range other.Notes {
+		if !slices.Contains(c.Notes, n) {
+			c.Notes = append(c.Notes, n)
+		}
+	}
+	if c.all == nil {
+		c.all = map[string]*Test{}
+	}
+	maps.Copy(c.all, other.all)
+}
+
+// Durations are those of the tests that are no subtests, in seconds, by name.
+func (c *Cell) Durations() map[string]float64 {
+	d := map[string]float64{}
+	for name, t := range c.all {
+		if !strings.Contains(name, "/") {
+			d[name] = t.Seconds
+		}
+	}
+	return d
 }
 
 // Bad says whether the cell makes the matrix fail.
@@ -74,6 +126,8 @@ type event struct {
 	Test    string
 	Output  string
 	Elapsed float64
+	Key     string
+	Value   string
 }
 
 // framing is what the test runner prints around a test's own output.
@@ -105,6 +159,11 @@ func (c *Cell) Read(r io.Reader) error {
 			if line := strings.TrimRight(e.Output, "\n"); line != "" && !framing.MatchString(line) {
 				t.Output = append(t.Output, line)
 			}
+		case "attr":
+			if t.Attrs == nil {
+				t.Attrs = map[string]string{}
+			}
+			t.Attrs[e.Key] = e.Value
 		case "pass", "fail", "skip":
 			t.Outcome, t.Seconds = Outcome(e.Action), e.Elapsed
 		}

@@ -35,7 +35,6 @@ var mounts = []struct{ fstype, target, options string }{
 	{"devtmpfs", "/dev", ""},
 	{"devpts", "/dev/pts", ""},
 	{"tmpfs", "/dev/shm", ""},
-	{"cgroup2", "/sys/fs/cgroup", ""},
 	{"bpf", "/sys/fs/bpf", ""},
 	{"debugfs", "/sys/kernel/debug", ""},
 	{"tracefs", "/sys/kernel/tracing", ""},
@@ -58,10 +57,14 @@ func main() {
 		note(err)
 		powerOff(guest.CodeSetup)
 	}
-	// The modules of the tunnel drivers would put a fallback device of each kind into every namespace.
-	notes = append(notes, writeFile("/proc/sys/net/core/fb_tunnels_only_for_init_net", "2"))
+	notes = append(notes, mountCgroups(c.Cgroups),
+		// The modules of the tunnel drivers would put a fallback device of each kind into every namespace.
+		writeFile("/proc/sys/net/core/fb_tunnels_only_for_init_net", "2"))
 	for _, m := range c.Modules {
 		notes = append(notes, loadModule(m))
+	}
+	for name, value := range c.Sysctls {
+		notes = append(notes, writeFile(filepath.Join("/proc/sys", name), value))
 	}
 	for _, err := range notes {
 		note(err)
@@ -71,6 +74,24 @@ func main() {
 		note(collect(root))
 	}
 	powerOff(code)
+}
+
+// legacyControllers are those of cgroup v1 that every kernel this is run on has, and that a process may enter at once.
+var legacyControllers = []string{"cpu", "pids", "freezer", "devices"}
+
+// mountCgroups mounts cgroups as they are wanted. With version 1 the program is put into a group of its own, as a container
+// runtime does.
+func mountCgroups(how guest.Cgroups) error {
+	if how == guest.CgroupsUnified {
+		return mount("cgroup2", "/sys/fs/cgroup", "")
+	}
+	errs := []error{mount("tmpfs", "/sys/fs/cgroup", "mode=0755")}
+	for _, c := range legacyControllers {
+		errs = append(errs, mount("cgroup", filepath.Join("/sys/fs/cgroup", c), c))
+	}
+	group := "/sys/fs/cgroup/pids/kubepods/pod1"
+	errs = append(errs, os.MkdirAll(group, 0o755), writeFile(filepath.Join(group, "cgroup.procs"), "0"))
+	return errors.Join(errs...)
 }
 
 func mount(fstype, target, options string) error {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Vmmatrix runs the project's test packages on several kernels, each package in a machine of its own, and prints one
-// table. It exits with 1 when a test failed, when a test was skipped that is not expected to be, or when something that
+// Vmmatrix runs the project's test packages on several kernels, each package in machines of its own, and some of the tests on
+// machines that are odd in other ways, and prints one table. It exits with 1 when a test failed, when a test was skipped that is not expected to be, or when something that
 // was asked for did not run.
 package main
 
@@ -41,6 +41,9 @@ type options struct {
 	run                  string
 	parallel, tail       int
 	timeout              time.Duration
+	odd, record          bool
+	durations            string
+	objects              string
 }
 
 func main() {
@@ -69,9 +72,13 @@ func parse() options {
 	flag.StringVar(&o.run, "run", "", "run only tests that match this `regexp`")
 	flag.StringVar(&o.expected, "expected", "test/vm/expected-skips.txt", "`file` of expected skips")
 	flag.StringVar(&o.out, "out", "build/vmtest", "`folder` for test binaries, logs, results.json and results.md")
-	flag.IntVar(&o.parallel, "parallel", runtime.NumCPU(), "machines at once; each keeps one CPU busy")
+	flag.IntVar(&o.parallel, "parallel", runtime.NumCPU()+1, "machines at once; each keeps one CPU busy, unless its tests wait")
 	flag.IntVar(&o.tail, "tail", 60, "`lines` of a failed test's output to show")
 	flag.DurationVar(&o.timeout, "timeout", 10*time.Minute, "how long the tests of one package may take")
+	flag.BoolVar(&o.odd, "odd", true, "run some of the tests on odd machines, too")
+	flag.StringVar(&o.durations, "durations", "test/vm/durations.txt", "`file` of how long tests take")
+	flag.BoolVar(&o.record, "record", false, "write the file of durations anew")
+	flag.StringVar(&o.objects, "objects", "", "`folder` of compiled BPF objects for the machines, which tests find by TEST_OBJECTS")
 	flag.Parse()
 	o.lines, o.packages, o.exclude = split(*lines), split(*packages), split(*exclude)
 	return o
@@ -114,35 +121,17 @@ func run(ctx context.Context, o options) (passed bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	for _, p := range packages {
-		report.Packages = append(report.Packages, p.name)
-	}
-
-	var mu sync.Mutex // for the report and the terminal
-	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(max(1, o.parallel))
-	for _, k := range kernels {
-		for _, p := range packages {
-			g.Go(func() error {
-				if err := ctx.Err(); err != nil {
-					return errors.New("interrupted")
-				}
-				c, err := o.cell(ctx, k, p, initBin)
-				if err != nil {
-					return err
-				}
-				mu.Lock()
-				defer mu.Unlock()
-				c.Judge(rules, o.run == "")
-				report.Cells = append(report.Cells, c)
-				fmt.Println(progress(c))
-				fmt.Print(c.Failures(o.tail))
-				return nil
-			})
-		}
-	}
-	if err := g.Wait(); err != nil {
+	jobs, err := o.plan(ctx, kernels, packages)
+	if err != nil {
 		return false, err
+	}
+	if err := o.runAll(ctx, jobs, initBin, rules, &report); err != nil {
+		return false, err
+	}
+	if o.record {
+		if err := writeDurations(o.durations, report.Cells); err != nil {
+			return false, err
+		}
 	}
 	if o.run == "" && slices.Equal(o.packages, []string{everything}) {
 		report.Problems = matrix.Stale(report.Cells, rules)
@@ -152,6 +141,77 @@ func run(ctx context.Context, o options) (passed bool, err error) {
 		return false, err
 	}
 	return report.Passed, nil
+}
+
+// runAll runs the jobs, several at once, and adds their results to the report.
+func (o *options) runAll(ctx context.Context, jobs []job, initBin string, rules []matrix.Rule, report *matrix.Report) error {
+	files, err := o.files()
+	if err != nil {
+		return err
+	}
+	cells := map[string]*matrix.Cell{}
+	left := map[string]int{}
+	for _, j := range jobs {
+		left[j.key()]++
+		if !slices.Contains(report.Packages, j.pkg.name) {
+			report.Packages = append(report.Packages, j.pkg.name)
+		}
+		if column := matrix.Column(j.kernel.Version, j.machine()); !slices.Contains(report.Kernels, column) {
+			report.Kernels = append(report.Kernels, column)
+		}
+	}
+	report.Wanted = len(left)
+	slices.Sort(report.Packages)
+	var mu sync.Mutex // for the cells, the report and the terminal
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(max(1, o.parallel))
+	for _, j := range jobs {
+		g.Go(func() error {
+			if err := ctx.Err(); err != nil {
+				return errors.New("interrupted")
+			}
+			c, err := o.runJob(ctx, &j, initBin, files)
+			if err != nil {
+				return err
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			fmt.Print(c.Failures(o.tail))
+			if whole := cells[j.key()]; whole != nil {
+				whole.Merge(c)
+				c = whole
+			}
+			cells[j.key()] = c
+			left[j.key()]--
+			if left[j.key()] > 0 {
+				return nil
+			}
+			c.Judge(rules, o.run == "")
+			report.Cells = append(report.Cells, c)
+			fmt.Println(progress(c))
+			return nil
+		})
+	}
+	return g.Wait()
+}
+
+// objectsDir is where the machines have the objects.
+const objectsDir = "/objects"
+
+// files are those that come along with every program, by their paths in the machine.
+func (o *options) files() (map[string]string, error) {
+	files := map[string]string{}
+	if o.objects == "" {
+		return files, nil
+	}
+	objects, err := filepath.Glob(filepath.Join(o.objects, "*.o"))
+	if err == nil && len(objects) == 0 {
+		err = fmt.Errorf("no objects in %s", o.objects)
+	}
+	for _, path := range objects {
+		files[filepath.Join(objectsDir, filepath.Base(path))] = path
+	}
+	return files, err
 }
 
 func readRules(path string) ([]matrix.Rule, error) {
@@ -167,7 +227,11 @@ func readRules(path string) ([]matrix.Rule, error) {
 func openLine(cache, line string) (*machine.Kernel, error) {
 	for _, dir := range []string{filepath.Join(cache, "lines", line), filepath.Join(cache, "kernels", line)} {
 		if _, err := os.Stat(dir); err == nil {
-			return machine.OpenKernel(dir)
+			k, err := machine.OpenKernel(dir)
+			if err == nil {
+				k.Line = line
+			}
+			return k, err
 		}
 	}
 	return nil, fmt.Errorf("kernel %s is not in %s; get it with test/vm/fetch.sh %s", line, cache, line)
@@ -234,10 +298,12 @@ func goCommand(ctx context.Context, args ...string) ([]byte, error) {
 	return out, nil
 }
 
-// cell runs one package on one kernel. What goes wrong with the tests or the machine is in the cell.
-func (o *options) cell(ctx context.Context, k *machine.Kernel, p testPackage, initBin string) (*matrix.Cell, error) {
-	c := &matrix.Cell{Kernel: k.Version, Package: p.name}
-	base := filepath.Join(o.out, "logs", k.Version, strings.ReplaceAll(p.name, "/", "_"))
+// runJob runs tests of one package on one machine. What goes wrong with the tests or the machine is in the cell.
+func (o *options) runJob(ctx context.Context, j *job, initBin string, files map[string]string) (*matrix.Cell, error) {
+	k, p := j.kernel, &j.pkg
+	c := &matrix.Cell{Kernel: k.Version, Machine: j.machine(), Package: p.name}
+	name := fmt.Sprintf("%s-%d", strings.ReplaceAll(p.name, "/", "_"), j.part)
+	base := filepath.Join(o.out, "logs", strings.ReplaceAll(c.Column(), " ", "-"), name)
 	if err := os.MkdirAll(filepath.Dir(base), 0o755); err != nil {
 		return nil, err
 	}
@@ -247,8 +313,8 @@ func (o *options) cell(ctx context.Context, k *machine.Kernel, p testPackage, in
 	}
 	defer log.Close()
 
-	// test2json understands the output of -test.v=test2json and nothing that a test prints can mislead it.
-	convert := exec.Command("go", "tool", "test2json", "-p", p.importPath)
+	// test2json, which tells times with -t alone, understands the output of -test.v=test2json and nothing that a test prints can mislead it.
+	convert := exec.Command("go", "tool", "test2json", "-t", "-p", p.importPath)
 	convert.Stderr = os.Stderr
 	in, err := convert.StdinPipe()
 	if err != nil {
@@ -263,21 +329,28 @@ func (o *options) cell(ctx context.Context, k *machine.Kernel, p testPackage, in
 	}
 
 	args := []string{"-test.v=test2json", "-test.short", "-test.timeout=" + o.timeout.String()}
-	if o.run != "" {
-		args = append(args, "-test.run="+o.run)
+	if j.run != "" {
+		args = append(args, "-test.run="+j.run)
+	}
+	env := []string{"GOTRACEBACK=all"}
+	if len(files) > 0 {
+		env = append(env, "TEST_OBJECTS="+objectsDir)
 	}
 	// The test binary has a time limit of its own, which tells where it hangs: it comes first.
 	limit := o.timeout + time.Minute
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("still running after %s", limit))
 	defer cancel()
 	m := &machine.Machine{Kernel: k, Init: initBin, KernelLog: base + ".kernel.log"}
+	if j.odd != nil {
+		m.Append, m.Cgroups, m.Sysctls = j.odd.cmdline, j.odd.cgroups, j.odd.sysctls
+	}
 	begin := time.Now()
 	var res *machine.Result
 	var g errgroup.Group
 	g.Go(func() error {
 		var runErr error
 		res, runErr = m.Run(ctx, machine.Program{
-			Path: p.binary, Args: args, Dir: p.dir, Env: []string{"GOTRACEBACK=all"}, Output: io.MultiWriter(log, in),
+			Path: p.binary, Args: args, Dir: p.dir, Env: env, Files: files, Output: io.MultiWriter(log, in),
 		})
 		return errors.Join(runErr, in.Close())
 	})
@@ -297,7 +370,7 @@ func (o *options) cell(ctx context.Context, k *machine.Kernel, p testPackage, in
 		c.Fail(fmt.Errorf("exit status %d, and no test failed", res.Code))
 	}
 	if res != nil {
-		c.Notes = res.Notes
+		c.Notes, c.CPUSeconds = res.Notes, res.CPU.Seconds()
 		for _, complaint := range res.Complaints {
 			c.Fail(fmt.Errorf("the kernel complains: %s", complaint))
 		}
@@ -310,8 +383,8 @@ func progress(c *matrix.Cell) string {
 	if c.Bad() {
 		word = "FAIL"
 	}
-	return fmt.Sprintf("%s  %-28s %-22s %6.1fs  %d passed, %d failed, %d skipped",
-		word, c.Kernel, c.Package, c.Seconds, c.Passed, c.Failed, c.Skipped)
+	return fmt.Sprintf("%s  %-35s %-22s %6.1fs  %6.1fs CPU  %d passed, %d failed, %d skipped",
+		word, c.Column(), c.Package, c.Seconds, c.CPUSeconds, c.Passed, c.Failed, c.Skipped)
 }
 
 // write stores the report and prints it.
