@@ -104,7 +104,7 @@ func adoptionMutations() []mutation {
 		},
 		{
 			name: "routing: others' rules go with the pod's", file: netns,
-			old: "if r.Protocol != routeProtocol || r.Mark != ruleMark {", new: "if r.Priority != rulePriority {",
+			old: "return rule.Protocol == routeProtocol &&\n", new: "return rule.Priority == rulePriority || rule.Protocol == routeProtocol &&\n",
 			tests: "TestRulesAndRoutesOfOthersStay",
 		},
 		{
