@@ -93,6 +93,12 @@ mutate: root ## Take rules out one by one, and see a test fail for each (root, c
 	@hack/install-deps.sh generate
 	go run ./test/mutate $(MUTATEFLAGS)
 
+.PHONY: man
+man: ## Write manual pages and shell completion into build/
+	go run ./hack/man build/man
+	mkdir -p build/completion
+	for shell in bash zsh fish; do go run ./cmd/redirector completion $$shell > build/completion/redirector.$$shell || exit 1; done
+
 .PHONY: vmtest
 vmtest: vm-kernels vm-objects ## Run the tests on other kernels in QEMU: KERNEL=6.1 RUN=TestName PKG=./pkg/loader
 	go run ./test/vm/cmd/vmmatrix -kernels '$(KERNEL)' -packages '$(PKG)' -run '$(RUN)' -exclude '$(VM_EXCLUDE)' \

@@ -12,11 +12,13 @@ import (
 	"io/fs"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/explain"
 	"github.com/redirector-dataplane/redirector/pkg/sockfile"
 )
 
@@ -96,6 +98,46 @@ func (c *Client) Pod(ctx context.Context, uid string) (enroll.Pod, error) {
 	}
 	err = c.do(ctx, http.MethodGet, path, nil, &pod)
 	return pod, err
+}
+
+// Inspect asks for all about one enrolled pod.
+func (c *Client) Inspect(ctx context.Context, uid string) (Inspection, error) {
+	var found Inspection
+	path, err := podPath(uid)
+	if err != nil {
+		return found, err
+	}
+	err = c.do(ctx, http.MethodGet, path+"/inspection", nil, &found)
+	return found, err
+}
+
+// Verify has one enrolled pod checked with real packets.
+func (c *Client) Verify(ctx context.Context, uid string) (Verification, error) {
+	var v Verification
+	path, err := podPath(uid)
+	if err != nil {
+		return v, err
+	}
+	err = c.do(ctx, http.MethodPost, path+"/verification", nil, &v)
+	return v, err
+}
+
+// Explain asks what becomes of a connection of the pod with that UID; the query's Cookie is not looked at.
+func (c *Client) Explain(ctx context.Context, uid string, q explain.Query) (explain.Answer, error) {
+	var answer explain.Answer
+	values := url.Values{"pod": {uid}}
+	for name, value := range map[string]string{"by": string(q.By), "protocol": string(q.Protocol)} {
+		if value != "" {
+			values.Set(name, value)
+		}
+	}
+	for name, a := range map[string]netip.AddrPort{"from": q.From, "to": q.To} {
+		if a.Addr().IsValid() {
+			values.Set(name, a.String())
+		}
+	}
+	err := c.do(ctx, http.MethodGet, "/v1/explain?"+values.Encode(), nil, &answer)
+	return answer, err
 }
 
 // Status asks the agent about itself and the node.

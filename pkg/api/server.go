@@ -44,7 +44,9 @@ type Options struct {
 	Agent Agent
 	// Identity is asked what is weaker than it was meant to be; nil: nothing is.
 	Identity *identity.Identity
-	Log      *slog.Logger
+	// Conditions are what the agent needs to be ready; nil: nothing more than to run.
+	Conditions func() []Condition
+	Log        *slog.Logger
 }
 
 // Server answers requests.
@@ -107,6 +109,9 @@ func (s *Server) handler(base context.Context) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("/v1/pods", s.methods(map[string]endpoint{http.MethodGet: s.pods, http.MethodPost: s.enrol}))
 	mux.Handle("/v1/pods/{uid}", s.methods(map[string]endpoint{http.MethodGet: s.pod, http.MethodDelete: unenrol}))
+	mux.Handle("/v1/pods/{uid}/inspection", s.methods(map[string]endpoint{http.MethodGet: s.inspect}))
+	mux.Handle("/v1/pods/{uid}/verification", s.methods(map[string]endpoint{http.MethodPost: s.verify}))
+	mux.Handle("/v1/explain", s.methods(map[string]endpoint{http.MethodGet: s.explain}))
 	mux.Handle("/v1/pods/{uid}/settings", s.methods(map[string]endpoint{http.MethodPost: s.set}))
 	mux.Handle("/v1/status", s.methods(map[string]endpoint{http.MethodGet: s.status}))
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
@@ -178,6 +183,8 @@ func refusal(err error) *Error {
 		e.Kind, e.Status = KindPending, http.StatusGatewayTimeout
 	case errors.Is(err, zds.ErrClosed):
 		e.Kind, e.Status = KindStopping, http.StatusServiceUnavailable
+	case errors.Is(err, enroll.ErrBusy):
+		e.Kind, e.Status = KindBusy, http.StatusServiceUnavailable
 	case errors.Is(err, enroll.ErrTaken):
 		e.Kind, e.Status = KindTaken, http.StatusConflict
 	case errors.Is(err, enroll.ErrNotEnrolled):

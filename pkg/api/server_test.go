@@ -498,10 +498,10 @@ func TestAnswersKeepTheirFieldNames(t *testing.T) {
 	for path, want := range map[string][]string{
 		"/v1/status": {
 			"admittedFlows", "agent", "agent.bpffs", "agent.cgroup", "agent.kernel", "agent.pid", "agent.runDir", "agent.started", "agent.uptime",
-			"agent.version", "agent.zdsSocket", "counters", "pods", "pods.enrolled", "pods.pending", "pods.unnamed", "proxies", "repairs", "warnings",
+			"agent.version", "agent.zdsSocket", "conditions", "counters", "features", "health", "hooks", "kernelStats", "maps", "next", "pods", "pods.enrolled", "pods.pending", "pods.unnamed", "proxies", "repairs", "warnings",
 		},
 		"/v1/pods/uid-web": {
-			"addresses", "counters", "ips", "listeners", "name", "namespace", "netns", "netnsCookie", "netnsInode", "serviceAccount", "since",
+			"addresses", "bypassInbound", "counters", "dnsCapture", "ips", "listeners", "name", "namespace", "netns", "netnsCookie", "netnsInode", "serviceAccount", "since",
 			"state", "uid",
 		},
 	} {

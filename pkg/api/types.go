@@ -70,6 +70,8 @@ const (
 	KindNetNS Kind = "netns"
 	// KindNotEnrolled: there is no such pod.
 	KindNotEnrolled Kind = "not_enrolled"
+	// KindBusy: the pod is being worked on.
+	KindBusy Kind = "busy"
 	// KindStopping: the agent stops, and the request has had no effect.
 	KindStopping Kind = "stopping"
 	// KindFailed: all else; the text says what.
@@ -103,7 +105,20 @@ type Agent struct {
 
 // Status is what the agent says about itself and the node.
 type Status struct {
-	Agent Agent `json:"agent"`
+	// Health is the worst of all warnings, and Next what to do first; empty when nothing needs attention.
+	Health Health `json:"health"`
+	Next   string `json:"next,omitempty"`
+	Agent  Agent  `json:"agent"`
+	// Features are what the dataplane needs of the kernel, which has them all.
+	Features []Feature `json:"features"`
+	// Hooks are the programs that work for the whole node.
+	Hooks []Hook `json:"hooks"`
+	// KernelStats says whether the kernel counts how often and how long programs run (sysctl kernel.bpf_stats_enabled).
+	KernelStats bool `json:"kernelStats"`
+	// Maps says how full they are.
+	Maps []MapUsage `json:"maps"`
+	// Conditions are what the agent needs to be ready.
+	Conditions []Condition `json:"conditions"`
 	// Proxies are the node proxies' connections, oldest first.
 	Proxies []zds.ConnStatus `json:"proxies"`
 	Pods    PodCounts        `json:"pods"`
@@ -118,6 +133,48 @@ type Status struct {
 	Warnings []Warning `json:"warnings"`
 }
 
+// Feature is something of the kernel that the dataplane cannot do without.
+type Feature struct {
+	Name string `json:"name"`
+	// Since is the kernel version that brought it; distributions also carry it in older ones.
+	Since string `json:"since"`
+}
+
+// Hook is a program that works for the whole node.
+type Hook struct {
+	Name string `json:"name"`
+	// Program is its name, and ID its number, as in `bpftool prog show`; 0: there is none.
+	Program string `json:"program"`
+	ID      uint32 `json:"id"`
+	// Link is the number of the link that keeps it attached, and Pin the path of that; of a program that others call there is none.
+	Link uint32 `json:"link,omitempty"`
+	Pin  string `json:"pin,omitempty"`
+	// Problem says what is not as it should be; empty if nothing is.
+	Problem string `json:"problem,omitempty"`
+	// Runs and RunTime count while the kernel does; see Status.KernelStats.
+	Runs    uint64   `json:"runs"`
+	RunTime Duration `json:"runTime"`
+	// Show is a command that shows it, for root on the node.
+	Show string `json:"show"`
+}
+
+// MapUsage is how full a map is.
+type MapUsage struct {
+	Map      string `json:"map"`
+	Entries  int    `json:"entries"`
+	Capacity int    `json:"capacity"`
+	// Evicts says that when it is full the least recently used entries go, and nothing is refused.
+	Evicts bool   `json:"evicts"`
+	Pin    string `json:"pin"`
+}
+
+// Condition is something that the agent needs to be ready.
+type Condition struct {
+	Name string `json:"name"`
+	// Problem says why it is not met; empty if it is.
+	Problem string `json:"problem,omitempty"`
+}
+
 // PodCounts counts pods by state.
 type PodCounts struct {
 	Enrolled int `json:"enrolled"`
@@ -130,6 +187,8 @@ type PodCounts struct {
 type Warning struct {
 	// Reason names the warning, for programs.
 	Reason Reason `json:"reason"`
+	// Severity is Yellow or Red.
+	Severity Health `json:"severity"`
 	// Pod and UID are empty when it is not about one pod.
 	Pod string `json:"pod,omitempty"`
 	UID string `json:"uid,omitempty"`
@@ -157,6 +216,18 @@ const (
 	ReasonCaptureFailed Reason = "capture_failed"
 	// ReasonIdentity: the node does not allow to tell proxies or probes apart as well as was asked for.
 	ReasonIdentity Reason = "identity"
+	// ReasonRepaired: something had to be put back lately.
+	ReasonRepaired Reason = "repaired"
+	// ReasonDrift: something is not as it should be right now.
+	ReasonDrift Reason = "drift"
+	// ReasonFailing: something cannot be put back.
+	ReasonFailing Reason = "failing"
+	// ReasonHook: a program that works for the whole node is not where it should be.
+	ReasonHook Reason = "hook"
+	// ReasonMapFull: a map has no room, or nearly none.
+	ReasonMapFull Reason = "map_full"
+	// ReasonNotReady: the agent lacks something that it needs, of Kubernetes or the CNI.
+	ReasonNotReady Reason = "not_ready"
 	// ReasonUnnamed: the pod is captured, but the agent does not know its name.
 	ReasonUnnamed Reason = "unnamed"
 )

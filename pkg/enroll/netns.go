@@ -188,9 +188,9 @@ func (n *podNet) removeRules(family int, goes func(*netlink.Rule) bool) error {
 // findTable returns a routing table with nothing in it but what is ours.
 func (n *podNet) findTable(family int) (int, error) {
 	for table := firstTable; table < firstTable+tables; table++ {
-		routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+		routes, err := n.routesIn(family, table)
 		if err != nil {
-			return 0, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
+			return 0, err
 		}
 		foreign := false
 		for _, r := range routes {
@@ -201,6 +201,15 @@ func (n *podNet) findTable(family int) (int, error) {
 		}
 	}
 	return 0, fmt.Errorf("%s has routes of its own in all tables from %d to %d: remove them from one", n.ns.Path(), firstTable, firstTable+tables-1)
+}
+
+// routesIn lists the routes of a table.
+func (n *podNet) routesIn(family, table int) ([]netlink.Route, error) {
+	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+	if err != nil {
+		return nil, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
+	}
+	return routes, nil
 }
 
 // removeRouting removes our rules and routes of one family, wherever they are.

@@ -4,7 +4,10 @@ package enroll
 
 import (
 	"context"
+	"strings"
 	"time"
+
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 )
 
 // RepairNode is the kind of repairs of what all pods share: programs on the cgroup, and pins.
@@ -25,17 +28,21 @@ func (e *Enroller) KeepNode(ctx context.Context) error {
 		healed, err := e.Datapath.Heal()
 		for _, what := range healed {
 			e.Log.Warn("something was missing in the dataplane, and is there again", "what", what)
+			e.journal.Add(journal.Event{Kind: journal.Repaired, What: string(RepairNode), Message: what + " was missing, and is there again"})
 			e.mu.Lock()
 			e.repairs[RepairNode]++
 			e.mu.Unlock()
 			e.ObserveRepair("", RepairNode)
 		}
 		switch {
-		case err == nil:
+		case err == nil && failing != "":
 			failing = ""
+			e.journal.Add(journal.Event{Kind: journal.Recovered, What: string(RepairNode), Message: "the dataplane is as it should be again"})
+		case err == nil:
 		case err.Error() != failing:
 			failing = err.Error()
 			e.Log.Error("cannot keep the dataplane as it should be: it is tried again", "error", err)
+			e.journal.Add(journal.Event{Kind: journal.Failing, What: string(RepairNode), Message: strings.ReplaceAll(failing, "\n", "; ")})
 		}
 	}
 }

@@ -39,7 +39,10 @@ type Pod struct {
 	Addresses []netip.Addr `json:"addresses"`
 	// Listeners says on which ports the proxy listens, and with how many sockets that are steered to.
 	Listeners map[uint16]int `json:"listeners"`
-	Counters  maps.Counters  `json:"counters"`
+	// DNSCapture and BypassInbound are the settings that the pod has, whoever gave them.
+	DNSCapture    bool          `json:"dnsCapture"`
+	BypassInbound bool          `json:"bypassInbound"`
+	Counters      maps.Counters `json:"counters"`
 }
 
 // Pods lists the enrolled pods by namespace and name.
@@ -78,6 +81,9 @@ func (p *pod) show() {
 		NetNSCookie: p.ns.Cookie(),
 		NetNSInode:  p.ns.Inode(),
 		Addresses:   slices.SortedFunc(gomaps.Keys(p.ownAddrs), netip.Addr.Compare),
+
+		DNSCapture:    p.entry.DNSCapture,
+		BypassInbound: p.entry.BypassInbound,
 	})
 }
 

@@ -8,11 +8,13 @@ import (
 	gomaps "maps"
 	"os"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/fault"
+	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
 
@@ -152,10 +154,13 @@ func (e *Enroller) repair(p *pod, have *inMaps, full bool) {
 // failed notes how the last try to keep things as they should be ended.
 func (e *Enroller) failed(p *pod, err error) {
 	switch {
-	case err == nil:
+	case err == nil && p.failing != "":
 		p.failing = ""
+		e.happened(p, journal.Recovered, "", "everything is as it should be again")
+	case err == nil:
 	case err.Error() != p.failing:
 		p.failing = err.Error()
+		e.happened(p, journal.Failing, "", strings.ReplaceAll(p.failing, "\n", "; "))
 		e.Log.Error("cannot keep a pod's network namespace as it should be: it is tried again",
 			"pod", p.spec.String(), "uid", p.uid, "netns", p.ns.Path(), "error", err)
 	}
@@ -232,6 +237,7 @@ func (e *Enroller) repaired(p *pod, kind Repair) {
 	e.Log.Warn("something was not as it should be for a pod, and is again",
 		"what", string(kind), "pod", p.spec.String(), "uid", p.uid, "netns", p.ns.Path())
 	fault.Point("reconcile: " + string(kind))
+	e.happened(p, journal.Repaired, string(kind), kind.message())
 	e.mu.Lock()
 	e.repairs[kind]++
 	e.mu.Unlock()

@@ -8,6 +8,7 @@ import (
 	gomaps "maps"
 	"net/netip"
 
+	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/bpf"
@@ -56,6 +57,26 @@ func (m *Maps) PutException(cookie uint64, e Exception) error {
 // DeleteException undoes PutException. That there is none is no error.
 func (m *Maps) DeleteException(cookie uint64, e Exception) error {
 	return drop(m.RedirectorMaps.Exceptions, exceptionKey(cookie, e))
+}
+
+// HasException says whether a pod has an exception.
+func (m *Maps) HasException(cookie uint64, e Exception) (bool, error) {
+	var value uint32
+	err := m.RedirectorMaps.Exceptions.Lookup(exceptionKey(cookie, e), &value)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return false, fmt.Errorf("map exceptions: look up %d of kind %d of %d: %w", e.Value, e.Kind, cookie, err)
+	}
+	return err == nil, nil
+}
+
+// IsExcluded says whether a pod's connections to an address go past the proxy: what is said of the longest prefix that it is in.
+func (m *Maps) IsExcluded(cookie uint64, addr netip.Addr) (bool, error) {
+	var value bpf.RedirectorCidr
+	err := m.RedirectorMaps.Cidrs.Lookup(cidrKey(cookie, netip.PrefixFrom(addr, addr.BitLen())), &value)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return false, fmt.Errorf("map cidrs: look up %s of %d: %w", addr, cookie, err)
+	}
+	return err == nil && value.Excluded != 0, nil
 }
 
 func exceptionKey(cookie uint64, e Exception) bpf.RedirectorExceptionKey {

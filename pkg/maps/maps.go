@@ -35,6 +35,7 @@ const (
 	PortOutbound = 15001 // what the pod's apps send
 	PortInbound  = 15006 // what peers send in plain
 	PortHBONE    = 15008 // the mesh tunnel
+	PortDNS      = 15053 // what its apps ask of DNS servers, on loopback
 )
 
 // The slots of the listeners map, as in bpf/redirector.h.
@@ -430,6 +431,15 @@ func (m *Maps) ProbeTargets() (map[netip.Addr]ProbeTarget, error) {
 	return all, nil
 }
 
+// ProbeTargetOf returns the pod that probes of an address are for; the error wraps ebpf.ErrKeyNotExist if there is none.
+func (m *Maps) ProbeTargetOf(addr netip.Addr) (ProbeTarget, error) {
+	var value bpf.RedirectorProbeTarget
+	if err := m.RedirectorMaps.ProbeTargets.Lookup(bpf.RedirectorProbeTargetKey{Addr: addr.As16()}, &value); err != nil {
+		return ProbeTarget{}, fmt.Errorf("map probe_targets: look up %s: %w", addr, err)
+	}
+	return ProbeTarget{value.NetnsCookie, stringOf(value.Uid[:])}, nil
+}
+
 // CgroupRole says what a cgroup is for; groups below it count too.
 type CgroupRole = bpf.RedirectorCgroupRole
 
@@ -597,6 +607,19 @@ func (m *Maps) Admitted() (int, error) {
 	return n, nil
 }
 
+// IsAdmitted says whether a connection of the pod's, as its receiver sees it, is admitted to the app right now.
+func (m *Maps) IsAdmitted(cookie uint64, src, dst netip.AddrPort) (bool, error) {
+	key := bpf.RedirectorFlowKey{
+		NetnsCookie: cookie, Src: src.Addr().As16(), Dst: dst.Addr().As16(), Sport: uint32(src.Port()), Dport: uint32(dst.Port()),
+	}
+	var value bpf.RedirectorAdmission
+	err := m.RedirectorMaps.Admitted.Lookup(key, &value)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return false, fmt.Errorf("map admitted: look up %s to %s of %d: %w", src, dst, cookie, err)
+	}
+	return err == nil, nil
+}
+
 // Usage is how full a map is.
 type Usage struct {
 	Map      string // its name
@@ -624,6 +647,11 @@ func (m *Maps) Usage() ([]Usage, error) {
 		usages = append(usages, Usage{one.name, n, int(one.bpf.MaxEntries())})
 	}
 	return usages, nil
+}
+
+// Evicts says whether a map, when it is full, gives up its least recently used entries instead of refusing new ones.
+func Evicts(name string) bool {
+	return name == bpf.RedirectorMapAdmitted || name == bpf.RedirectorMapDnsBounds
 }
 
 // entriesAtOnce is how many entries are fetched with one system call. A bucket of a hash map must fit.

@@ -162,10 +162,9 @@ func (w way) String() string {
 // ends are where a connection of that way comes from and goes to.
 func (sl *slot) ends(s *situation, w way) (from *bed.NS, to netip.AddrPort) {
 	from, target := sl.Node, s.pod
-	switch w.direction {
-	case nodeproxy.Outbound:
+	if w.direction == nodeproxy.Outbound {
 		from, target = s.pod, sl.Outside
-	case nodeproxy.Inbound:
+	} else if w.direction == nodeproxy.Inbound {
 		from = sl.Outside
 	}
 	addr := target.V4

@@ -292,8 +292,9 @@ func (o *agentOptions) serve(ctx context.Context, env *Env, log *slog.Logger) (e
 			Cgroup:    o.cgroup,
 			ZDSSocket: o.zdsSocket,
 		},
-		Identity: who,
-		Log:      log,
+		Identity:   who,
+		Conditions: kube.reportConditions,
+		Log:        log,
 	})
 	group, groupCtx := errgroup.WithContext(ctx)
 	// Node proxies are served until the last request is answered.

@@ -20,6 +20,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
+	"sigs.k8s.io/yaml"
 
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 )
@@ -85,6 +86,11 @@ func Main(ctx context.Context, args []string, env Env) int {
 	}
 }
 
+// Commands returns all commands, for what is generated from them; they are not to be run.
+func Commands() *cobra.Command {
+	return newRoot(&Env{Stdout: io.Discard, Stderr: io.Discard, Getenv: func(string) string { return "" }})
+}
+
 func newRoot(env *Env) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "redirector",
@@ -98,6 +104,7 @@ called wrongly, and then says why in one line on standard error. "check" has mor
   redirector agent --standalone &
   redirector enroll --uid 1 --name shop/web --service-account web --netns /run/netns/web
   redirector pods
+  redirector pod web
   redirector status
   redirector unenroll --uid 1`,
 		Version:       env.buildInfo().Version,
@@ -115,9 +122,8 @@ called wrongly, and then says why in one line on standard error. "check" has mor
 	root.CompletionOptions.DisableDefaultCmd = true
 	root.SetHelpCommand(newHelp())
 	for _, cmd := range []*cobra.Command{
-		newAgent(env), newEnroll(env), newSet(env), newUnenroll(env), newPods(env), newStatus(env), newCheck(env), newCleanup(env),
-		newVersion(env),
-		newCNI(), newInstall(env), newUninstall(env),
+		newAgent(env), newEnroll(env), newSet(env), newUnenroll(env), newPods(env), newPod(env), newStatus(env), newCheck(env),
+		newExplain(env), newVerify(env), newDial(env), newCleanup(env), newVersion(env), newCNI(), newInstall(env), newUninstall(env), newCompletion(env),
 	} {
 		if cmd.Args == nil {
 			cmd.Args = noArgs
@@ -186,6 +192,17 @@ func (env *Env) printJSON(value any) error {
 		enc := json.NewEncoder(w)
 		enc.SetIndent("", "  ")
 		return enc.Encode(value)
+	})
+}
+
+// printYAML writes the same fields as printJSON.
+func (env *Env) printYAML(value any) error {
+	return env.print(func(w io.Writer) error {
+		text, err := yaml.Marshal(value)
+		if err == nil {
+			_, err = w.Write(text)
+		}
+		return err
 	})
 }
 

@@ -151,10 +151,13 @@ func addZDSSocket(flags *pflag.FlagSet, p *string) {
 const (
 	outputTable = "table"
 	outputJSON  = "json"
+	outputWide  = "wide"
+	outputYAML  = "yaml"
 )
 
-func addOutput(flags *pflag.FlagSet) *choice {
-	c := &choice{value: outputTable, choices: []string{outputTable, outputJSON}}
+// addOutput adds --output with the values that all commands have, and more.
+func addOutput(flags *pflag.FlagSet, more ...string) *choice {
+	c := &choice{value: outputTable, choices: append([]string{outputTable, outputJSON}, more...)}
 	flags.VarP(c, "output", "o", "how to print")
 	return c
 }

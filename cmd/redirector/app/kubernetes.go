@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/kubeapi"
@@ -237,11 +238,9 @@ func (a *kubernetesAgent) repaired(uid string, kind enroll.Repair) {
 
 // serve adds to a group what is done until ctx is done. The pods that were enrolled have been taken over.
 func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
-	conditions := []condition{{"dataplane", func() error { return nil }}}
 	if a.watcher != nil {
 		group.Go(func() error { return a.watcher.Run(ctx) })
 		group.Go(func() error { return cni.NewServer(a.watcher, a.log).Serve(ctx, a.plugins) })
-		conditions = append(conditions, condition{"kubernetes", a.health.Err}, condition{"pods", a.watcher.Ready})
 	}
 	if a.installer != nil {
 		group.Go(func() error {
@@ -252,6 +251,19 @@ func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
 			}
 			return nil
 		})
+	}
+	if a.listener != nil {
+		group.Go(func() error { return serveHealth(ctx, a.listener, a.conditions(), a.log) })
+	}
+}
+
+// conditions are what must be so for the agent to be ready.
+func (a *kubernetesAgent) conditions() []condition {
+	conditions := []condition{{"dataplane", func() error { return nil }}}
+	if a.watcher != nil {
+		conditions = append(conditions, condition{"kubernetes", a.health.Err}, condition{"pods", a.watcher.Ready})
+	}
+	if a.installer != nil {
 		conditions = append(conditions, condition{"cni", func() error {
 			if err := a.installed.Load(); err != nil {
 				return *err
@@ -259,9 +271,20 @@ func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
 			return errors.New("the CNI plugin's installation was not looked at yet")
 		}})
 	}
-	if a.listener != nil {
-		group.Go(func() error { return serveHealth(ctx, a.listener, conditions, a.log) })
+	return conditions
+}
+
+// reportConditions says of each whether it is met.
+func (a *kubernetesAgent) reportConditions() []api.Condition {
+	var all []api.Condition
+	for _, c := range a.conditions() {
+		reported := api.Condition{Name: c.name}
+		if err := c.err(); err != nil {
+			reported.Problem = oneLine(err)
+		}
+		all = append(all, reported)
 	}
+	return all
 }
 
 // leaves says whether the agent, which was told to stop, goes for good. If so it has removed what only it can: the plugin, so that

@@ -57,7 +57,7 @@ func (m *machine) wantConnection(from *bed.NS, source, app netip.Addr, port uint
 // row returns a row of the table of pods, by column.
 func (m *machine) row(pod string) map[string]string {
 	m.t.Helper()
-	out := run(m.t, nil, "pods", "--run-dir", m.RunDir).wantDone(m.t)
+	out := run(m.t, nil, "pods", "-o", "wide", "--run-dir", m.RunDir).wantDone(m.t)
 	lines := strings.Split(out, "\n")
 	columns := strings.Fields(strings.ReplaceAll(lines[0], "PROXY LISTENERS", "LISTENERS"))
 	for _, line := range lines[1:] {

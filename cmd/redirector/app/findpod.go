@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/redirector-dataplane/redirector/pkg/api"
+)
+
+// findPod returns the UID of the enrolled pod that somebody means: by UID, by NAMESPACE/NAME, or by a name that one pod alone has.
+func findPod(ctx context.Context, agent *api.Client, who string) (uid string, err error) {
+	pods, err := agent.Pods(ctx)
+	if err != nil {
+		return "", err
+	}
+	var named []string
+	for i := range pods {
+		p := &pods[i]
+		switch who {
+		case p.UID, p.String():
+			return p.UID, nil
+		case p.Name:
+			named, uid = append(named, p.String()), p.UID
+		}
+	}
+	switch len(named) {
+	case 0:
+		return "", fmt.Errorf("no enrolled pod is called %s: `redirector pods` lists them; one that is not there is not captured", who)
+	case 1:
+		return uid, nil
+	default:
+		return "", fmt.Errorf("there is more than one pod called %s: name one of %s", who, strings.Join(named, ", "))
+	}
+}
