@@ -79,6 +79,12 @@ func inPod(do func(h *netlink.Handle, pod *bed.NS) error) func(*soak, *bed.NS) e
 func inMaps(do func(m *maps.Maps, pod *bed.NS) error) func(*soak, *bed.NS) error {
 	return func(s *soak, pod *bed.NS) (err error) {
 		var m maps.Maps
+		var all []*ebpf.Map
+		defer func() {
+			for _, opened := range all {
+				err = errors.Join(err, opened.Close())
+			}
+		}()
 		var opened []*ebpf.Map
 		defer func() {
 			for _, o := range opened {

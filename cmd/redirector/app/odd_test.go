@@ -89,10 +89,18 @@ func TestSysctlsThatCannotBeSet(t *testing.T) {
 		t.Errorf("check ends with %d: %s", r.code, r.stderr)
 	}
 
+	// A container that is given the node's has sysctls to write to.
+	proc := filepath.Join(m.Dir, "proc")
+	bind(t, "/proc", proc, 0)
+	r = m.odd(oddReadOnlySysctls, "check", "--bpffs", m.BPFFS, "--cgroup", m.Cgroup, "--proc", proc)
+	if said := r.stdout + r.stderr; r.code == exitFailed || strings.Contains(said, "missing: the sysctls") {
+		t.Errorf("with --proc check ends with %d: %s", r.code, said)
+	}
+
 	p := m.start(m.Node, roleOdd, "agent", m.agentFlags(), oddVar+"="+oddReadOnlySysctls)
 	m.eventually("the agent is ready", func() bool { return strings.Contains(p.Output(), "msg=ready") })
 	before := m.state(pod)
-	run(t, nil, m.enrollFlags(pod)...).wantFailure(t, exitFailed, "set a sysctl", "is /proc/sys writable here?", "read-only file system")
+	run(t, nil, m.enrollFlags(pod)...).wantFailure(t, exitFailed, "set a sysctl", "is it writable here?", "read-only file system")
 	m.wantState(before, pod)
 	run(t, nil, m.enrollFlags(ready)...).wantDone(t)
 	run(t, nil, "unenroll", "--run-dir", m.RunDir, "--uid", "uid-ready").wantDone(t)
