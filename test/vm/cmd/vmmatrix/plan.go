@@ -59,7 +59,9 @@ func (j *job) key() string { return matrix.Column(j.kernel.Version, j.machine())
 const ordinary = "ordinary"
 
 // wants says whether a machine is asked for.
-func (o *options) wants(name string) bool { return len(o.machines) == 0 || slices.Contains(o.machines, name) }
+func (o *options) wants(name string) bool {
+	return len(o.machines) == 0 || slices.Contains(o.machines, name)
+}
 
 // plan shares the tests out to machines, the longest jobs first.
 func (o *options) plan(ctx context.Context, kernels []*machine.Kernel, packages []testPackage) ([]job, error) {
