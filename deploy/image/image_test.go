@@ -53,7 +53,7 @@ func TestImage(t *testing.T) {
 	programs := []string{"amd64=" + build(t, "amd64", "0"), "arm64=" + build(t, "arm64", "0")}
 	out, again := t.TempDir(), t.TempDir()
 	for _, dir := range []string{out, again} {
-		if err := write(dir, "redirector:1.2.3", "1.2.3", "abc", programs); err != nil {
+		if err := write(options{dir, "redirector", "redirector:1.2.3", "1.2.3", "abc"}, programs); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -177,7 +177,7 @@ func TestWhatWouldNotRunIsRefused(t *testing.T) {
 		{"amd64", "redirector:1", `"amd64" is not ARCH=FILE`},
 		{"amd64=x", "Redirector:1", `bad -tag "Redirector:1"`},
 	} {
-		if err := write(t.TempDir(), tt.tag, "1", "", []string{tt.program}); err == nil || !strings.Contains(err.Error(), tt.want) {
+		if err := write(options{t.TempDir(), "redirector", tt.tag, "1", ""}, []string{tt.program}); err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("%s %s: %v, want %q", tt.program, tt.tag, err, tt.want)
 		}
 	}

@@ -7,9 +7,11 @@
 //
 // It writes to DIR
 //
-//	oci/                       the image of all architectures, as an OCI layout
-//	redirector-ARCH.tar        that of one, as docker save has it: for docker load and ctr images import
-//	redirector-ARCH.cdx.json   what the program is made of, in CycloneDX
+//	oci/                 the image of all architectures, as an OCI layout
+//	NAME-ARCH.tar        that of one, as docker save has it: for docker load and ctr images import
+//	NAME-ARCH.cdx.json   what the program is made of, in CycloneDX
+//
+// NAME is redirector, or what -name says, and that of the program in the image, too.
 package main
 
 import (
@@ -39,9 +41,7 @@ import (
 )
 
 const (
-	// entrypoint is where the program is in the image.
-	entrypoint = "/redirector"
-	source     = "https://github.com/redirector-dataplane/redirector"
+	source = "https://github.com/redirector-dataplane/redirector"
 	// maxSize is how large a program may be: nodes load it, and the disk has it once per version.
 	maxSize = 40 << 20
 )
@@ -49,28 +49,33 @@ const (
 // epoch is when everything in the image was made.
 var epoch = time.Unix(0, 0).UTC()
 
+// options say what image is made.
+type options struct{ out, name, tag, version, commit string }
+
 func main() {
-	tag := flag.String("tag", "", "`NAME:TAG` of the image")
-	version := flag.String("version", "", "version of the program")
-	commit := flag.String("commit", "", "commit that it was built from")
-	out := flag.String("o", "", "`DIR` to write to")
+	var o options
+	flag.StringVar(&o.name, "name", "redirector", "`NAME` of the program in the image")
+	flag.StringVar(&o.tag, "tag", "", "`NAME:TAG` of the image")
+	flag.StringVar(&o.version, "version", "", "version of the program")
+	flag.StringVar(&o.commit, "commit", "", "commit that it was built from")
+	flag.StringVar(&o.out, "o", "", "`DIR` to write to")
 	flag.Parse()
-	if err := write(*out, *tag, *version, *commit, flag.Args()); err != nil {
+	if err := write(o, flag.Args()); err != nil {
 		fmt.Fprintf(os.Stderr, "image: %v\n", err)
 		os.Exit(1)
 	}
 }
 
-// write makes everything in out; programs are ARCH=FILE.
-func write(out, tag, version, commit string, programs []string) error {
-	if out == "" || version == "" || len(programs) == 0 {
+// write makes everything; programs are ARCH=FILE.
+func write(o options, programs []string) error {
+	if o.out == "" || o.name == "" || o.version == "" || len(programs) == 0 {
 		return errors.New("flags or programs are missing: image -tag NAME:TAG -version VERSION -o DIR ARCH=FILE")
 	}
-	ref, err := name.NewTag(tag)
+	ref, err := name.NewTag(o.tag)
 	if err != nil {
-		return fmt.Errorf("bad -tag %q: %w", tag, err)
+		return fmt.Errorf("bad -tag %q: %w", o.tag, err)
 	}
-	if err := os.MkdirAll(out, 0o755); err != nil {
+	if err := os.MkdirAll(o.out, 0o755); err != nil {
 		return err
 	}
 	index := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
@@ -83,14 +88,14 @@ func write(out, tag, version, commit string, programs []string) error {
 		if err != nil {
 			return err
 		}
-		image, err := imageOf(file, arch, version, commit)
+		image, err := imageOf(o, file, arch)
 		if err != nil {
 			return fmt.Errorf("make the image of %s: %w", file, err)
 		}
-		if err := tarball.WriteToFile(filepath.Join(out, "redirector-"+arch+".tar"), ref, image); err != nil {
+		if err := tarball.WriteToFile(filepath.Join(o.out, o.name+"-"+arch+".tar"), ref, image); err != nil {
 			return fmt.Errorf("write the image of %s: %w", file, err)
 		}
-		if err := writeBill(filepath.Join(out, "redirector-"+arch+".cdx.json"), built, version); err != nil {
+		if err := writeBill(filepath.Join(o.out, o.name+"-"+arch+".cdx.json"), built, o); err != nil {
 			return fmt.Errorf("write what %s is made of: %w", file, err)
 		}
 		index = mutate.AppendManifests(index, mutate.IndexAddendum{
@@ -98,7 +103,7 @@ func write(out, tag, version, commit string, programs []string) error {
 			Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: arch}},
 		})
 	}
-	dir := filepath.Join(out, "oci")
+	dir := filepath.Join(o.out, "oci")
 	if err := os.RemoveAll(dir); err != nil {
 		return err
 	}
@@ -134,8 +139,8 @@ func check(file, arch string) (*debug.BuildInfo, error) {
 }
 
 // imageOf makes the image of one architecture.
-func imageOf(file, arch, version, commit string) (v1.Image, error) {
-	text, err := layerOf(file)
+func imageOf(o options, file, arch string) (v1.Image, error) {
+	text, err := layerOf(file, o.name)
 	if err != nil {
 		return nil, err
 	}
@@ -159,13 +164,13 @@ func imageOf(file, arch, version, commit string) (v1.Image, error) {
 		RootFS:       v1.RootFS{Type: "layers", DiffIDs: diffIDs(layer)},
 		History:      []v1.History{{Created: v1.Time{Time: epoch}, CreatedBy: "deploy/image"}},
 		Config: v1.Config{
-			Entrypoint: []string{entrypoint},
+			Entrypoint: []string{"/" + o.name},
 			User:       "0:0",
 			WorkingDir: "/",
 			Labels: map[string]string{
-				"org.opencontainers.image.title":    "redirector",
-				"org.opencontainers.image.version":  version,
-				"org.opencontainers.image.revision": commit,
+				"org.opencontainers.image.title":    o.name,
+				"org.opencontainers.image.version":  o.version,
+				"org.opencontainers.image.revision": o.commit,
 				"org.opencontainers.image.source":   source,
 				"org.opencontainers.image.licenses": "Apache-2.0",
 			},
@@ -182,7 +187,7 @@ func diffIDs(layer v1.Layer) []v1.Hash {
 }
 
 // layerOf is a layer with the program in it, as a tar archive.
-func layerOf(file string) ([]byte, error) {
+func layerOf(file, name string) ([]byte, error) {
 	program, err := os.ReadFile(file)
 	if err != nil {
 		return nil, err
@@ -190,7 +195,7 @@ func layerOf(file string) ([]byte, error) {
 	var text bytes.Buffer
 	w := tar.NewWriter(&text)
 	if err := w.WriteHeader(&tar.Header{
-		Typeflag: tar.TypeReg, Name: strings.TrimPrefix(entrypoint, "/"), Mode: 0o755, Size: int64(len(program)), ModTime: epoch,
+		Typeflag: tar.TypeReg, Name: name, Mode: 0o755, Size: int64(len(program)), ModTime: epoch,
 	}); err != nil {
 		return nil, err
 	}
@@ -201,11 +206,11 @@ func layerOf(file string) ([]byte, error) {
 }
 
 // writeBill writes the modules that a program consists of, as the Go linker has noted them in it.
-func writeBill(path string, built *debug.BuildInfo, version string) error {
+func writeBill(path string, built *debug.BuildInfo, o options) error {
 	bill := cdx.NewBOM()
 	bill.Metadata = &cdx.Metadata{Component: &cdx.Component{
-		BOMRef: "redirector", Type: cdx.ComponentTypeApplication, Name: "redirector", Version: version,
-		PackageURL: purl(built.Main.Path, version),
+		BOMRef: o.name, Type: cdx.ComponentTypeApplication, Name: o.name, Version: o.version,
+		PackageURL: purl(built.Main.Path, o.version),
 		Licenses:   &cdx.Licenses{{License: &cdx.License{ID: "Apache-2.0"}}},
 	}}
 	components := []cdx.Component{{

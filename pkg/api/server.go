@@ -110,6 +110,7 @@ func (s *Server) handler(base context.Context) http.Handler {
 	mux.Handle("/v1/pods", s.methods(map[string]endpoint{http.MethodGet: s.pods, http.MethodPost: s.enrol}))
 	mux.Handle("/v1/pods/{uid}", s.methods(map[string]endpoint{http.MethodGet: s.pod, http.MethodDelete: unenrol}))
 	mux.Handle("/v1/pods/{uid}/inspection", s.methods(map[string]endpoint{http.MethodGet: s.inspect}))
+	mux.Handle("/v1/pods/{uid}/verification", s.methods(map[string]endpoint{http.MethodPost: s.verify}))
 	mux.Handle("/v1/explain", s.methods(map[string]endpoint{http.MethodGet: s.explain}))
 	mux.Handle("/v1/pods/{uid}/settings", s.methods(map[string]endpoint{http.MethodPost: s.set}))
 	mux.Handle("/v1/status", s.methods(map[string]endpoint{http.MethodGet: s.status}))

@@ -74,7 +74,7 @@ func TestAHostWithoutIPv6(t *testing.T) {
 		t.Fatal(err)
 	}
 	a = startAgent(t, n.Bed)
-	damage(t, pod, "reconcile: routing")
+	n.damage(pod, "reconcile: routing")
 	eventually(t, "the rule is put back", func() bool {
 		status, err := a.client.Status(t.Context())
 		return err == nil && len(status.Proxies) > 0 && status.Repairs["routing"] > 0

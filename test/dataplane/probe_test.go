@@ -113,6 +113,8 @@ type probeNode struct {
 	agent *agentProcess
 	proxy *proxy
 	flags []string
+	// agentGroup is the agent's cgroup; empty: one of its own, in no pod.
+	agentGroup string
 }
 
 func newProbeNode(t *testing.T, opts bed.Options, flags ...string) *probeNode {
@@ -171,7 +173,7 @@ func (n *probeNode) agentArgs() []string {
 
 func (n *probeNode) startAgent() {
 	n.t.Helper()
-	proc := n.process("agent", "system/agent", "agent", n.agentArgs()...)
+	proc := n.process("agent", n.agentsGroup(), "agent", n.agentArgs()...)
 	n.agent = &agentProcess{proc, api.NewClient(filepath.Join(n.RunDir, "agent.sock"))}
 	eventually(n.t, "the agent answers", func() bool {
 		select {
@@ -182,6 +184,13 @@ func (n *probeNode) startAgent() {
 		_, err := n.agent.client.Status(n.t.Context())
 		return err == nil
 	})
+}
+
+func (n *probeNode) agentsGroup() string {
+	if n.agentGroup != "" {
+		return n.agentGroup
+	}
+	return "system/agent"
 }
 
 func (n *probeNode) stopAgent() {
