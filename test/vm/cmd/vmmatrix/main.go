@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Vmmatrix runs the project's test packages on several kernels, each package in machines of its own, and some of the tests on
-// machines that are odd in other ways, and prints one table. It exits with 1 when a test failed, when a test was skipped that is not expected to be, or when something that
-// was asked for did not run.
+// machines that are odd in other ways, and prints one table. It exits with 1 when a test failed, when a test was skipped that is
+// not expected to be, or when something that was asked for did not run.
 package main
 
 import (
@@ -314,7 +314,8 @@ func (o *options) runJob(ctx context.Context, j *job, initBin string, files map[
 	}
 	defer log.Close()
 
-	// test2json, which tells times with -t alone, understands the output of -test.v=test2json and nothing that a test prints can mislead it.
+	// test2json understands the output of -test.v=test2json, and nothing that a test prints can mislead it. Without -t it does
+	// not tell how long tests took.
 	convert := exec.Command("go", "tool", "test2json", "-t", "-p", p.importPath)
 	convert.Stderr = os.Stderr
 	in, err := convert.StdinPipe()
