@@ -23,7 +23,7 @@ const (
 )
 
 // foreignRouting is what a pod's own software may put beside what enrolment does: rules of the same priority, and routes in a table.
-func foreignRouting(pod *bed.NS, link, table int) (rules []*netlink.Rule, routes []*netlink.Route) {
+func foreignRouting(link, table int) (rules []*netlink.Rule, routes []*netlink.Route) {
 	for family, to := range map[int]netip.Prefix{
 		unix.AF_INET: netip.MustParsePrefix("192.0.2.0/24"), unix.AF_INET6: netip.MustParsePrefix("2001:db8:1::/64"),
 	} {
@@ -54,7 +54,7 @@ func TestRulesAndRoutesOfOthersStay(t *testing.T) {
 	change := func(table int, rule func(*netlink.Rule) error, route func(*netlink.Route) error) {
 		t.Helper()
 		var errs []error
-		rules, routes := foreignRouting(pod, link, table)
+		rules, routes := foreignRouting(link, table)
 		for _, r := range rules {
 			errs = append(errs, rule(r))
 		}

@@ -162,10 +162,12 @@ func (w way) String() string {
 // ends are where a connection of that way comes from and goes to.
 func (sl *slot) ends(s *situation, w way) (from *bed.NS, to netip.AddrPort) {
 	from, target := sl.Node, s.pod
-	if w.direction == nodeproxy.Outbound {
+	switch w.direction {
+	case nodeproxy.Outbound:
 		from, target = s.pod, sl.Outside
-	} else if w.direction == nodeproxy.Inbound {
+	case nodeproxy.Inbound:
 		from = sl.Outside
+	case nodeproxy.HBONE: // none of the ways
 	}
 	addr := target.V4
 	if w.ipv6 {
