@@ -148,6 +148,15 @@ func adoptionMutations() []mutation {
 			tests: troubles,
 		},
 		{
+			name: "trouble: what keeps a repair from being made is said at each look", file: watch,
+			old: "case err.Error() != p.failing:", new: "default:", tests: "TestTroubleWithARepairIsNamedAndPasses",
+		},
+		{
+			name: "trouble: a repair that has failed is not tried again", file: reconcile,
+			old: "\tr.repair(p, have, full)\n", new: "\tif p.failing == \"\" {\n\t\tr.repair(p, have, full)\n\t}\n",
+			tests: "TestTroubleWithARepairIsNamedAndPasses",
+		},
+		{
 			name: "trouble: a pod leaves whose file has to stay", file: enroll,
 			old: "if err := unix.Access(e.StateDir, unix.W_OK); err != nil {", new: "if err := error(nil); err != nil {", tests: troubles,
 		},
