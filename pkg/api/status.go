@@ -141,9 +141,9 @@ func noProxy(status *Status) []Warning {
 	return []Warning{w}
 }
 
-// ready says whether a node proxy is there to take pods.
+// ready says whether a node proxy is there to take pods, or being sent its first ones.
 func ready(proxies []zds.ConnStatus) bool {
-	return slices.ContainsFunc(proxies, func(p zds.ConnStatus) bool { return p.State == zds.StateReady })
+	return slices.ContainsFunc(proxies, func(p zds.ConnStatus) bool { return p.State != zds.StateHello })
 }
 
 func podWarnings(status *Status, pod *enroll.Pod) []Warning {

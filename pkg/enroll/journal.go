@@ -38,3 +38,17 @@ func (e *Enroller) Failing(uid string) string {
 	defer e.release(p)
 	return p.failing
 }
+
+// Named returns the names of the pod that has a network namespace, empty if no pod has it.
+func (e *Enroller) Named(cookie uint64) (pod, uid string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	p := e.byCookie[cookie]
+	if p == nil {
+		return "", ""
+	}
+	if shown := p.shown.Load(); shown != nil {
+		return shown.String(), p.uid
+	}
+	return "", p.uid
+}

@@ -150,10 +150,13 @@ func resultColour(r verify.Result) colour {
 // newDial is what verify.NewProber runs in another cgroup.
 func newDial(env *Env) *cobra.Command {
 	return &cobra.Command{
-		Use:    verify.DialCommand + " ADDRESS:PORT",
-		Short:  "Connect, and print the number of the kernel's error",
-		Hidden: true,
-		Args:   cobra.ExactArgs(1),
+		Use:   verify.DialCommand + " ADDRESS:PORT",
+		Short: "Connect, and print the number of the kernel's error",
+		Long: `Connect to an address by TCP, close the connection at once, and print the number of the kernel's error, 0 for
+none. The agent runs it in another cgroup, to probe a pod as the kubelet does.`,
+		Example: `  redirector dial 127.0.0.1:9`,
+		Hidden:  true,
+		Args:    cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			to, err := netip.ParseAddrPort(args[0])
 			if err != nil {
