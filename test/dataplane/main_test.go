@@ -362,6 +362,14 @@ func eachFamily(t *testing.T, run func(t *testing.T, family string)) {
 	}
 }
 
+// families is how many eachFamily runs a test for.
+func families() uint64 {
+	if bed.HasIPv6() {
+		return 2
+	}
+	return 1
+}
+
 // needsIPv6 skips what needs a socket of IPv6, if only to talk IPv4 by it.
 func needsIPv6(t *testing.T) {
 	t.Helper()

@@ -364,7 +364,7 @@ func TestProbesReachTheAppPastTheProxy(t *testing.T) {
 			if seen := n.proxy.connections(); len(seen) > 0 {
 				t.Errorf("the proxy saw %+v", seen)
 			}
-			if c := n.counters(pod); c.ProbesAdmitted != 11 || c.ProxyToApp+c.InboundNoListener+c.SealDroppedSynack > 0 {
+			if c := n.counters(pod); c.ProbesAdmitted != 5*families()+1 || c.ProxyToApp+c.InboundNoListener+c.SealDroppedSynack > 0 {
 				t.Errorf("counters are %+v", c)
 			}
 			n.wantNothingAdmitted()
