@@ -90,7 +90,8 @@ func TestOfOnePodThereAreFewEvents(t *testing.T) {
 		t.Errorf("what was not said leaves %v for other pods", left)
 	}
 	other := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "b", UID: "2"}}
-	if w.say(other, ReasonFailed, "It cannot be enrolled."); said != podBurst+1 {
+	w.say(other, ReasonFailed, "It cannot be enrolled.")
+	if said != podBurst+1 {
 		t.Error("of another pod nothing can be said")
 	}
 }

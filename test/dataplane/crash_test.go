@@ -387,6 +387,10 @@ func namespaceGoes(t *testing.T, point string, another bool) {
 			t.Fatal(err)
 		}
 	}
+	if dying != nil && !another {
+		// It looks twice before it forgets a pod, and then waits for the proxy.
+		time.Sleep(2 * 3 * time.Second)
+	}
 	if dying != nil {
 		dying.died(t, point)
 	}

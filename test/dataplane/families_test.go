@@ -106,9 +106,7 @@ func TestPodsOfOneFamily(t *testing.T) {
 		"IPv6 disabled, on a host without it": {bed.Options{Bridge: true, NodeV6Disabled: true}, bed.PodOptions{V6Disabled: true}, []string{"IPv4"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if !bed.HasIPv6() {
-				t.Skip("the kernel has no IPv6, or was booted with ipv6.disable=1")
-			}
+			needsIPv6(t)
 			n := newBareNodeOn(t, c.node)
 			a := startAgent(t, n.Bed)
 			p := n.startProxyProcess()

@@ -28,7 +28,7 @@ func foreignRouting(link, table int) (rules []*netlink.Rule, routes []*netlink.R
 		unix.AF_INET: netip.MustParsePrefix("192.0.2.0/24"), unix.AF_INET6: netip.MustParsePrefix("2001:db8:1::/64"),
 	} {
 		rule := netlink.NewRule()
-		rule.Family, rule.Priority, rule.Mark, rule.Table = family, 1, uint32(table), 100
+		rule.Family, rule.Priority, rule.Mark, rule.Table = family, 2, uint32(table), 100
 		rules = append(rules, rule)
 		routes = append(routes, &netlink.Route{
 			Family: family, LinkIndex: link, Table: table, Protocol: unix.RTPROT_STATIC,

@@ -68,7 +68,12 @@ func eachClient(t *testing.T, run func(t *testing.T, family string, kind clientK
 			if kind.family != "" && kind.family != family {
 				continue
 			}
-			t.Run(kind.name, func(t *testing.T) { run(t, family, kind) })
+			t.Run(kind.name, func(t *testing.T) {
+				if strings.HasPrefix(kind.name, "v4-mapped") {
+					needsIPv6(t)
+				}
+				run(t, family, kind)
+			})
 		}
 	})
 }

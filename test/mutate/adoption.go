@@ -104,7 +104,7 @@ func adoptionMutations() []mutation {
 		},
 		{
 			name: "routing: others' rules go with the pod's", file: netns,
-			old: "if r.Protocol != routeProtocol || r.Mark != ruleMark {", new: "if r.Priority != rulePriority {",
+			old: "return rule.Protocol == routeProtocol &&\n", new: "return rule.Priority == rulePriority || rule.Protocol == routeProtocol &&\n",
 			tests: "TestRulesAndRoutesOfOthersStay",
 		},
 		{
@@ -146,6 +146,15 @@ func adoptionMutations() []mutation {
 			old:   "\tdefer func() {\n\t\tif err != nil {\n\t\t\terr = errors.Join(err, undos.run())",
 			new:   "\tdefer func() {\n\t\tif n != nil {\n\t\t\tn.close()\n\t\t}\n\t\tif err != nil {\n\t\t\terr = errors.Join(err, undos.run())",
 			tests: troubles,
+		},
+		{
+			name: "trouble: what keeps a repair from being made is said at each look", file: watch,
+			old: "case err.Error() != p.failing:", new: "default:", tests: "TestTroubleWithARepairIsNamedAndPasses",
+		},
+		{
+			name: "trouble: a repair that has failed is not tried again", file: reconcile,
+			old: "\tr.repair(p, have, full)\n", new: "\tif p.failing == \"\" {\n\t\tr.repair(p, have, full)\n\t}\n",
+			tests: "TestTroubleWithARepairIsNamedAndPasses",
 		},
 		{
 			name: "trouble: a pod leaves whose file has to stay", file: enroll,
