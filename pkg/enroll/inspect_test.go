@@ -4,6 +4,8 @@ package enroll_test
 
 import (
 	"errors"
+	"fmt"
+	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -177,5 +179,52 @@ func TestTheCommandsThatShowObjects(t *testing.T) {
 				t.Errorf("%s does not show %q: %s", o.Show, word, out)
 			}
 		}
+	}
+}
+
+// The commands of docs/bpftool.md work as they are written there, with the names of this machine in the place of the page's.
+func TestTheCommandsOfThePage(t *testing.T) {
+	for _, tool := range []string{"bpftool", "nsenter", "ip", "tc", "sysctl"} {
+		if _, err := exec.LookPath(tool); err != nil {
+			t.Skipf("%s is not installed", tool)
+		}
+	}
+	page, err := os.ReadFile("../../docs/bpftool.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := bed.ForTest(t, bed.Options{})
+	a := agent.Start(t, b, nil)
+	pod := newPod(t, b, "web", bed.PodOptions{})
+	if err := a.Enroll(t.Context(), agent.Spec(pod), false); err != nil {
+		t.Fatal(err)
+	}
+	info, err := a.Datapath.Hooks()
+	if err != nil {
+		t.Fatal(err)
+	}
+	here := strings.NewReplacer("/sys/fs/bpf/redirector", b.BPFFS, "/run/netns/cart", pod.Path, "/UID/", "/uid-web/", "dev eth0", "dev "+pod.Link)
+	ran := 0
+	for line := range strings.Lines(string(page)) {
+		command, isCommand := strings.CutPrefix(line, "    ")
+		if !isCommand {
+			continue
+		}
+		command, _, _ = strings.Cut(command, "#")
+		command = here.Replace(strings.TrimSpace(command))
+		// By name there may be programs of another dataplane on this machine.
+		for _, h := range info {
+			command = strings.ReplaceAll(command, "name "+h.Program, fmt.Sprintf("id %d", h.ID))
+		}
+		out, err := exec.CommandContext(t.Context(), "sh", "-c", command).CombinedOutput()
+		empty := strings.Contains(command, "/listeners") || strings.Contains(command, "/admitted") ||
+			strings.Contains(command, "/exceptions") || strings.Contains(command, "/cidrs")
+		if err != nil || len(out) == 0 && !empty {
+			t.Errorf("%s: %v: %s", command, err, out)
+		}
+		ran++
+	}
+	if ran < 15 {
+		t.Errorf("of the page %d commands were run", ran)
 	}
 }

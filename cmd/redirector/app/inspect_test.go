@@ -3,9 +3,14 @@
 package app
 
 import (
+	"archive/tar"
+	"compress/gzip"
 	"encoding/json"
 	"errors"
+	"io"
 	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -170,4 +175,66 @@ func TestStatusSaysWhyThereIsNoAgent(t *testing.T) {
 		return
 	}
 	r.wantFailure(t, exitFailed, "no agent answers", "the dataplane works on without", "nothing is repaired")
+}
+
+// readReport returns the files of a report by name.
+func readReport(t *testing.T, file string) map[string]string {
+	t.Helper()
+	f, err := os.Open(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	plain, err := gzip.NewReader(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := map[string]string{}
+	for archive := tar.NewReader(plain); ; {
+		header, err := archive.Next()
+		if errors.Is(err, io.EOF) {
+			return files
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		content, err := io.ReadAll(archive)
+		if err != nil {
+			t.Fatal(err)
+		}
+		files[strings.TrimPrefix(header.Name, "redirector-bugreport/")] = string(content)
+	}
+}
+
+func TestABugreportHasAllThatCanBeHad(t *testing.T) {
+	m := newMachine(t)
+	file := filepath.Join(t.TempDir(), "report.tar.gz")
+	args := []string{"bugreport", "--run-dir", m.RunDir, "--bpffs", m.BPFFS, "--file", file}
+	// Without an agent there is a report, too, which says what is missing.
+	run(t, nil, args...).wantDone(t)
+	files := readReport(t, file)
+	if files["version.json"] == "" || !strings.Contains(files["errors.txt"], "status.json: no agent answers") {
+		t.Errorf("without an agent there is %v", files)
+	}
+
+	m.agent()
+	run(t, nil, m.enrollFlags(m.pod("web"))...).wantDone(t)
+	if out := run(t, nil, args...).wantDone(t); out != file+"\n" {
+		t.Errorf("it says %q", out)
+	}
+	files = readReport(t, file)
+	for name, words := range map[string]string{"status.json": `"no_proxy"`, "pods.json": `"uid-web"`, "pods/uid-web.json": `"objects"`} {
+		if !json.Valid([]byte(files[name])) || !strings.Contains(files[name], words) {
+			t.Errorf("%s has no %s: %q", name, words, files[name])
+		}
+	}
+	if _, err := exec.LookPath("bpftool"); err == nil {
+		if !strings.Contains(files["bpftool/map-pods.txt"], "netns_cookie") || files["errors.txt"] != "" {
+			t.Errorf("of map pods there is %q, and errors are %q", files["bpftool/map-pods.txt"], files["errors.txt"])
+		}
+	}
+	if info, err := os.Stat(file); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("the file is %v, %v", info, err)
+	}
+	run(t, nil, "bugreport", "--run-dir", m.RunDir, "--file", "/proc/nowhere/x").wantFailure(t, exitFailed, "/proc/nowhere", "--file")
 }
