@@ -52,21 +52,29 @@ func (s *Server) monitor(ctx context.Context) http.Handler {
 			case <-ticker.C:
 				_ = buffered.WriteByte('\n') // it fails again when it is flushed
 			case e := <-watcher.Events():
-				writeEvents(encoder, watcher, e)
+				if err := writeEvents(encoder, watcher, e); err != nil {
+					return
+				}
 			}
 		}
 	})
 }
 
-// writeEvents writes an event and those that wait, as many as there are now. What fails does so again when it is flushed.
-func writeEvents(encoder *json.Encoder, watcher *monitor.Watcher, e monitor.Event) {
-	_ = encoder.Encode(e)
+// writeEvents writes an event and those that wait, as many as there are now.
+func writeEvents(encoder *json.Encoder, watcher *monitor.Watcher, e monitor.Event) error {
+	events := []monitor.Event{e}
 	for range len(watcher.Events()) {
-		_ = encoder.Encode(<-watcher.Events())
+		events = append(events, <-watcher.Events())
 	}
 	if lost := watcher.TakeLost(); lost > 0 {
-		_ = encoder.Encode(monitor.Event{Time: time.Now(), Kind: monitor.Lost, Count: lost})
+		events = append(events, monitor.Event{Time: time.Now(), Kind: monitor.Lost, Count: lost})
 	}
+	for i := range events {
+		if err := encoder.Encode(&events[i]); err != nil {
+			return fmt.Errorf("write an event: %w", err)
+		}
+	}
+	return nil
 }
 
 // Monitor tells do of what happens, until ctx is done, which is no error, or do fails. begun, which may be nil, is called when

@@ -274,15 +274,16 @@ func (e *Enroller) renewPrograms(ns *podns.NetNS, uid string) error {
 		return err
 	}
 	defer n.close()
-	if _, err := e.applySeals(&pod{uid: uid, ns: ns}, n, true); err != nil {
+	p := &pod{uid: uid, ns: ns}
+	if _, err := e.applySeals(p, n, true); err != nil {
 		return err
 	}
-	prog, err := e.Datapath.LoadSteer(ns)
-	if err != nil {
-		return err
+	steer := e.loadSteer(p)
+	if steer.err != nil || steer.prog == nil {
+		return steer.err
 	}
-	defer prog.Close()
-	return e.Datapath.AttachSteer(ns, uid, prog)
+	defer steer.prog.Close()
+	return e.Datapath.AttachSteer(ns, uid, steer.prog)
 }
 
 // leftovers reads what the maps have of all pods.
