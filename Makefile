@@ -118,7 +118,7 @@ vm-objects: ## Compile the BPF programs with another compiler than the committed
 
 .PHONY: verifier-table
 verifier-table: ## Load all programs on all kernels, and note what the verifier had to do: docs/verifier.md
-	$(MAKE) vmtest PKG=./pkg/loader RUN='^TestVerifier' VMFLAGS='-odd=false $(VMFLAGS)' || true
+	$(MAKE) vmtest PKG=./pkg/loader RUN='^TestVerifier' VMFLAGS='-machines ordinary $(VMFLAGS)' || true
 	go run ./test/vm/cmd/verifiertable
 	go test ./docs -update
 

@@ -516,24 +516,27 @@ static __always_inline bool addr_is_own(__u64 cookie, const union ip_addr *a)
 	return bpf_map_lookup_elem(&own_addrs, &key) != NULL;
 }
 
-/* Is there such an exception? Ask for none if the pod has none at all. */
-static __always_inline bool is_exception(__u64 cookie, enum exception_kind kind, __u32 value)
+/*
+ * Is there such an exception? Ask for none if the pod has none at all. What is not inlined is verified once, and not again along
+ * each path that leads to it.
+ */
+__noinline int is_exception(__u64 cookie, __u32 kind, __u32 value)
 {
 	struct exception_key key = {.netns_cookie = cookie, .kind = kind, .value = value};
 
 	return bpf_map_lookup_elem(&exceptions, &key) != NULL;
 }
 
-/* Do the pod's connections to that address and port go past the proxy? */
-static __always_inline bool is_excluded(__u64 cookie, const struct pod *pod, const union ip_addr *dst, __u32 port)
+/* Do the pod's connections to that address and port go past the proxy? Do not ask, either, if the pod has no exceptions. */
+__noinline int is_excluded(__u64 cookie, const union ip_addr *dst, __u32 port)
 {
 	struct cidr_key key = {.prefixlen = 8 * (sizeof(key) - sizeof(key.prefixlen)), .netns_cookie = cookie};
 	struct cidr *cidr;
 
-	if (!pod->has_exceptions)
-		return false;
+	if (!dst) /* never, but the verifier does not know */
+		return 0;
 	if (is_exception(cookie, EXCEPTION_OUTBOUND_PORT, port))
-		return true;
+		return 1;
 	key.family = addr_is_mapped(dst) ? AF_INET : AF_INET6;
 	__builtin_memcpy(key.addr, dst->bytes, sizeof(key.addr));
 	cidr = bpf_map_lookup_elem(&cidrs, &key);

@@ -85,13 +85,15 @@ static __always_inline void packet_addrs(struct bpf_sk_lookup *ctx, union ip_add
 }
 
 /* For redir_bind4: where an address comes from. */
-static __always_inline void note_machine(__u64 cookie, const union ip_addr *src, __u32 ifindex)
+__noinline int note_machine(__u64 cookie, const union ip_addr *src, __u32 ifindex)
 {
 	struct own_addr_key key = {.netns_cookie = cookie};
 	struct own_addr value = {.ifindex = ifindex};
 
+	if (!src) /* never, but the verifier does not know */
+		return 0;
 	__builtin_memcpy(key.addr, src->bytes, sizeof(key.addr));
-	bpf_map_update_elem(&machines, &key, &value, BPF_ANY);
+	return bpf_map_update_elem(&machines, &key, &value, BPF_ANY);
 }
 
 /*

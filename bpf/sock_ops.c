@@ -122,7 +122,7 @@ static __always_inline void on_connect(struct bpf_sock_ops *ctx, struct bpf_sock
 	}
 
 	/* The seal knows them too. */
-	if (is_excluded(cookie, pod, &dst, bpf_ntohl(ctx->remote_port))) {
+	if (pod->has_exceptions && is_excluded(cookie, &dst, bpf_ntohl(ctx->remote_port))) {
 		count(cookie, excluded_outbound);
 		return;
 	}

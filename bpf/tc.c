@@ -180,7 +180,7 @@ static __always_inline bool packet_is_proxys(struct __sk_buff *skb)
 	return full && socket_is_proxys(full);
 }
 
-/* Is this SYN-ACK one that may leave: of a probe that was let through to the app? */
+/* Of a probe that was let through to the app? */
 static __always_inline bool answer_is_admitted(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
 {
 	struct flow_key flow = {.netns_cookie = cookie};
@@ -213,15 +213,12 @@ static __always_inline bool is_kernels_answer(struct __sk_buff *skb)
 	return bpf_get_listener_sock(sk) != NULL;
 }
 
-/*
- * Is this SYN-ACK one that may leave: of the proxy, to a machine behind the pod? Its outbound listener has a mark of its own, and
- * so has what it accepts.
- */
+/* Of the proxy, to a machine behind the pod? Its outbound listener has a mark of its own, and so has what it accepts. */
 static __always_inline bool answer_is_to_machine(struct __sk_buff *skb)
 {
 	struct bpf_sock *sk = skb->sk, *full;
 
-	if ((skb->mark & MARK_MASK) != MARK_ACCEPT || !is_kernels_answer(skb))
+	if ((skb->mark & MARK_MASK) != MARK_ACCEPT)
 		return false;
 	if (!sk)
 		return true; /* a syncookie's */
@@ -231,7 +228,7 @@ static __always_inline bool answer_is_to_machine(struct __sk_buff *skb)
 	return full && socket_is_of_proxy(full);
 }
 
-/* Is this SYN-ACK one that may leave: of the app, to a connection that was left to it? */
+/* Of the app, to a connection that was left to it? */
 static __always_inline bool answer_is_apps(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
 {
 	const struct pod *pod = pod_lookup(cookie);
@@ -239,18 +236,30 @@ static __always_inline bool answer_is_apps(struct __sk_buff *skb, __u64 cookie, 
 
 	if (!pod || bpf_skb_load_bytes(skb, p->tcp, &port, sizeof(port)))
 		return false;
-	return is_left_to_app(cookie, pod, bpf_ntohs(port)) && is_kernels_answer(skb);
+	return is_left_to_app(cookie, pod, bpf_ntohs(port));
+}
+
+/* Is this SYN-ACK one that may leave? Not inlined, for the many paths through a packet's headers to lead here once. */
+__noinline int answer_may_leave(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
+{
+	if (!p) /* never, but the verifier does not know */
+		return 0;
+	if (answer_is_admitted(skb, cookie, p))
+		return 1;
+	return is_kernels_answer(skb) && (answer_is_apps(skb, cookie, p) || answer_is_to_machine(skb));
 }
 
 /* Is this SYN one that may leave, for it is excluded where it goes? */
-static __always_inline bool opening_is_excluded(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
+__noinline int opening_is_excluded(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
 {
 	const struct pod *pod = pod_lookup(cookie);
 	__u16 port;
 
-	if (!pod || !p->straight || bpf_skb_load_bytes(skb, p->tcp + TCP_DPORT_OFFSET, &port, sizeof(port)))
-		return false;
-	return is_excluded(cookie, pod, &p->dst, bpf_ntohs(port));
+	if (!p || !pod || !pod->has_exceptions || !p->straight)
+		return 0;
+	if (bpf_skb_load_bytes(skb, p->tcp + TCP_DPORT_OFFSET, &port, sizeof(port)))
+		return 0;
+	return is_excluded(cookie, &p->dst, bpf_ntohs(port));
 }
 
 /*
@@ -301,7 +310,7 @@ int redir_seal_pkt(struct __sk_buff *skb)
 	 */
 	if ((skb->mark & MARK_MASK) == MARK_PROXY && !skb->sk && !skb->ingress_ifindex)
 		return TC_ACT_UNSPEC;
-	if (answer_is_admitted(skb, cookie, &p) || answer_is_apps(skb, cookie, &p) || answer_is_to_machine(skb))
+	if (answer_may_leave(skb, cookie, &p))
 		return TC_ACT_UNSPEC;
 	count(cookie, seal_dropped_synack);
 	return TC_ACT_SHOT;

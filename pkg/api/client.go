@@ -111,6 +111,17 @@ func (c *Client) Inspect(ctx context.Context, uid string) (Inspection, error) {
 	return found, err
 }
 
+// Verify has one enrolled pod checked with real packets.
+func (c *Client) Verify(ctx context.Context, uid string) (Verification, error) {
+	var v Verification
+	path, err := podPath(uid)
+	if err != nil {
+		return v, err
+	}
+	err = c.do(ctx, http.MethodPost, path+"/verification", nil, &v)
+	return v, err
+}
+
 // Explain asks what becomes of a connection of the pod with that UID; the query's Cookie is not looked at.
 func (c *Client) Explain(ctx context.Context, uid string, q explain.Query) (explain.Answer, error) {
 	var answer explain.Answer

@@ -230,6 +230,9 @@ func (s *Server) hooks() ([]Hook, error) {
 func features() []Feature {
 	var all []Feature
 	for _, f := range loader.Features() {
+		if f.Optional {
+			continue
+		}
 		all = append(all, Feature{Name: f.Name, Since: f.Since})
 	}
 	return all

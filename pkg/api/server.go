@@ -20,6 +20,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/identity"
+	"github.com/redirector-dataplane/redirector/pkg/monitor"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
@@ -52,12 +53,13 @@ type Options struct {
 // Server answers requests.
 type Server struct {
 	Options
+	hub                    *monitor.Hub
 	readTimeout, stopGrace time.Duration // shorter in tests
 }
 
 // NewServer returns a server that does not serve yet.
 func NewServer(opts Options) *Server {
-	return &Server{Options: opts, readTimeout: readTimeout, stopGrace: stopGrace}
+	return &Server{Options: opts, hub: monitor.New(opts.Enroller, opts.Log), readTimeout: readTimeout, stopGrace: stopGrace}
 }
 
 // Serve answers requests that come by l until ctx is done. Then it closes l and lets requests that are being worked on come
@@ -67,7 +69,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	base, abort := context.WithCancel(context.WithoutCancel(ctx))
 	defer abort()
 	server := &http.Server{
-		Handler: s.handler(base),
+		Handler: s.handler(ctx, base),
 		// Not ReadTimeout, which would go on to run while a request waits for a proxy.
 		ReadHeaderTimeout: s.readTimeout,
 		IdleTimeout:       idleTimeout,
@@ -103,13 +105,15 @@ func (s *Server) shutdown(server *http.Server) bool {
 // endpoint carries out a request and returns what to answer with: a value to write as JSON, or nil for an empty answer.
 type endpoint func(r *http.Request) (any, error)
 
-// handler returns the API's endpoints. base is done when requests must end.
-func (s *Server) handler(base context.Context) http.Handler {
+// handler returns the API's endpoints. ctx is done when requests that have no end are to end, and base when all must.
+func (s *Server) handler(ctx, base context.Context) http.Handler {
 	unenrol := func(r *http.Request) (any, error) { return nil, s.unenrol(base, r.PathValue("uid")) }
 	mux := http.NewServeMux()
 	mux.Handle("/v1/pods", s.methods(map[string]endpoint{http.MethodGet: s.pods, http.MethodPost: s.enrol}))
 	mux.Handle("/v1/pods/{uid}", s.methods(map[string]endpoint{http.MethodGet: s.pod, http.MethodDelete: unenrol}))
 	mux.Handle("/v1/pods/{uid}/inspection", s.methods(map[string]endpoint{http.MethodGet: s.inspect}))
+	mux.Handle("/v1/pods/{uid}/verification", s.methods(map[string]endpoint{http.MethodPost: s.verify}))
+	mux.Handle("GET /v1/monitor", s.monitor(ctx))
 	mux.Handle("/v1/explain", s.methods(map[string]endpoint{http.MethodGet: s.explain}))
 	mux.Handle("/v1/pods/{uid}/settings", s.methods(map[string]endpoint{http.MethodPost: s.set}))
 	mux.Handle("/v1/status", s.methods(map[string]endpoint{http.MethodGet: s.status}))

@@ -86,6 +86,9 @@ func kernelStats() bool {
 	return err == nil && strings.TrimSpace(string(value)) != "0"
 }
 
+// maxUnnamed is how many pods without a name are named one by one.
+const maxUnnamed = 10
+
 // warnings says what needs attention. unnamed are the UIDs of pods that the kernel captures and the Enroller does not know.
 func warnings(status *Status, pods []enroll.Pod, unnamed []string) []Warning {
 	all := append([]Warning{}, noProxy(status)...)
@@ -99,7 +102,16 @@ func warnings(status *Status, pods []enroll.Pod, unnamed []string) []Warning {
 			all = append(all, w)
 		}
 	}
-	for _, uid := range unnamed {
+	for i, uid := range unnamed {
+		if i == maxUnnamed {
+			all = append(all, Warning{
+				Reason:   ReasonUnnamed,
+				Severity: Yellow,
+				Message:  fmt.Sprintf("the names of %d more captured pods are lost", len(unnamed)-i),
+				Remedy:   "enroll them again, or unenroll them; `bpftool map dump` of map pods lists them",
+			})
+			break
+		}
 		all = append(all, Warning{
 			Reason:   ReasonUnnamed,
 			Severity: Yellow,
@@ -129,9 +141,9 @@ func noProxy(status *Status) []Warning {
 	return []Warning{w}
 }
 
-// ready says whether a node proxy is there to take pods.
+// ready says whether a node proxy is there to take pods, or being sent its first ones.
 func ready(proxies []zds.ConnStatus) bool {
-	return slices.ContainsFunc(proxies, func(p zds.ConnStatus) bool { return p.State == zds.StateReady })
+	return slices.ContainsFunc(proxies, func(p zds.ConnStatus) bool { return p.State != zds.StateHello })
 }
 
 func podWarnings(status *Status, pod *enroll.Pod) []Warning {

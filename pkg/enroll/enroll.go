@@ -231,9 +231,13 @@ func (e *Enroller) captureIn(ns *podns.NetNS, spec Spec, left leftovers, since t
 	}
 	if p.ns != nil && p.ns.Cookie() != ns.Cookie() {
 		e.Log.Info("pod has another network namespace now", "pod", spec.String(), "uid", spec.UID, "netns", ns.Path())
-		if err := e.remove(context.Background(), p); err != nil {
+		// Its file stays, for an agent that is killed meanwhile is followed by one that must know of the pod.
+		if err := e.vacate(context.Background(), p); err != nil {
 			e.drop(ns, p)
 			return errors.Join(fmt.Errorf("leave the network namespace that it had: %w", err), ns.Close())
+		}
+		if err := e.letGo(p); err != nil {
+			e.Log.Warn("cannot close a network namespace that a pod has no more", "pod", spec.String(), "uid", spec.UID, "error", err)
 		}
 	}
 
@@ -608,7 +612,22 @@ func (e *Enroller) Unenroll(ctx context.Context, uid string) error {
 // remove undoes apply. When it fails the pod is still there, captured, for another try; but when its file alone cannot be
 // removed, it is out.
 func (e *Enroller) remove(ctx context.Context, p *pod) error {
-	// If its file stays, the next agent enrols it again.
+	if err := e.vacate(ctx, p); err != nil {
+		return err
+	}
+	err := e.removeState(p.uid)
+	if err != nil {
+		err = fmt.Errorf("it is out, but would be enrolled again by the next agent: %w: remove that file", err)
+	}
+	fault.Point("unenrol: state file removed")
+	e.happened(p, journal.Unenrolled, "", "the pod is captured no more")
+	return errors.Join(err, e.letGo(p))
+}
+
+// vacate takes all of a pod but its file out of its network namespace, the maps and the proxies. When it fails the pod is still
+// captured.
+func (e *Enroller) vacate(ctx context.Context, p *pod) error {
+	// If its file stays as it is, the next agent enrols it again.
 	if err := unix.Access(e.StateDir, unix.W_OK); err != nil {
 		return fmt.Errorf("forget the pod: %s: %w: make it writable", e.StateDir, err)
 	}
@@ -618,17 +637,13 @@ func (e *Enroller) remove(ctx context.Context, p *pod) error {
 	}
 	fault.Point("unenrol: proxies told")
 	p.stopWatch()
-	if err := e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed, excepted: p.excepted}, p.before); err != nil {
-		return err
-	}
-	err := e.removeState(p.uid)
-	if err != nil {
-		err = fmt.Errorf("it is out, but would be enrolled again by the next agent: %w: remove that file", err)
-	}
-	fault.Point("unenrol: state file removed")
-	e.happened(p, journal.Unenrolled, "", "the pod is captured no more")
+	return e.clear(p.uid, p.ns.Cookie(), p.ns, leftovers{ownAddrs: p.ownAddrs, probed: p.probed, excepted: p.excepted}, p.before)
+}
+
+// letGo gives back the network namespace that the pod has left.
+func (e *Enroller) letGo(p *pod) error {
 	e.leave(p)
-	err = errors.Join(err, p.ns.Close())
+	err := p.ns.Close()
 	p.forget()
 	return err
 }

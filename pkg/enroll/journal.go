@@ -23,6 +23,7 @@ func (r Repair) message() string {
 		RepairCounters:    "the entry in map counters was missing, and is there again",
 		RepairOwnAddr:     "map own_addrs did not have what the pod's interfaces have, and has it again",
 		RepairProbeTarget: "an address of the pod was missing in map probe_targets, and is there again",
+		RepairException:   "maps exceptions and cidrs did not have what the pod's settings say, and have it again",
 		RepairNetNS:       "the pod's path led to another network namespace: it is enrolled there now",
 		RepairGone:        "nothing led to the pod's network namespace any more: it is removed",
 	}[r]
@@ -36,4 +37,18 @@ func (e *Enroller) Failing(uid string) string {
 	}
 	defer e.release(p)
 	return p.failing
+}
+
+// Named returns the names of the pod that has a network namespace, empty if no pod has it.
+func (e *Enroller) Named(cookie uint64) (pod, uid string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	p := e.byCookie[cookie]
+	if p == nil {
+		return "", ""
+	}
+	if shown := p.shown.Load(); shown != nil {
+		return shown.String(), p.uid
+	}
+	return "", p.uid
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/journal"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
@@ -25,6 +26,9 @@ const (
 	// fullLookEvery is at every how many of these looks a pod's interfaces, rules and routes are listed, though netlink has told
 	// of no change. The pods take turns.
 	fullLookEvery = 40
+	// unnamedEvery is at every how many looks pods are looked for that the kernel alone knows, and whose namespace is gone. That takes
+	// a look at all processes for each.
+	unnamedEvery = 3
 	// lookers bounds how many pods are looked at side by side, and changers how many are being moved or removed, which may have to
 	// wait for a proxy.
 	lookers  = 4
@@ -60,6 +64,8 @@ type reconciler struct {
 	round   uint64
 	changes errgroup.Group
 	slots   chan struct{}
+	// gone has those network namespaces of pods that the kernel alone knows to which nothing led when that was last looked at.
+	gone map[uint64]bool
 	// failing is the last failure to read the maps, "" if the last try went well.
 	failing string
 }
@@ -120,6 +126,9 @@ func (r *reconciler) look() {
 	_ = group.Wait()
 	if have != nil {
 		r.removeStale(have)
+		if r.round%unnamedEvery == 0 {
+			r.forgetUnnamed(have)
+		}
 	}
 }
 
@@ -348,6 +357,49 @@ func (e *Enroller) removeStale(have *inMaps) {
 	}
 	if err := errors.Join(errs...); err != nil {
 		e.Log.Error("cannot remove entries that are of no pod: it is tried again", "error", err)
+	}
+}
+
+// forgetUnnamed removes pods that the kernel alone knows when nothing leads to their network namespaces any more.
+func (r *reconciler) forgetUnnamed(have *inMaps) {
+	gone := map[uint64]bool{}
+	for cookie, entry := range have.pods {
+		r.mu.Lock()
+		known := r.byCookie[cookie] != nil
+		r.mu.Unlock()
+		if known || entry.UID == "" {
+			continue
+		}
+		ns, err := podns.Find(entry.NetNSInode, cookie)
+		switch {
+		case err == nil:
+			_ = ns.Close()
+		case !errors.Is(err, podns.ErrGone): // when it cannot be told, it is not gone
+		case !r.gone[cookie]: // twice, as a thread may have been on its way in
+			gone[cookie] = true
+		default:
+			r.change(entry.UID, func() { r.removeUnnamed(entry.UID, cookie) })
+		}
+	}
+	r.gone = gone
+}
+
+// removeUnnamed removes a pod that the kernel alone knows, unless it has been enrolled meanwhile.
+func (r *reconciler) removeUnnamed(uid string, cookie uint64) {
+	p := r.claim(uid)
+	defer r.release(p)
+	if p.ns != nil {
+		return
+	}
+	r.Log.Warn("something was not as it should be for a pod, and is again", "what", string(RepairGone), "uid", uid, "netns_cookie", cookie)
+	fault.Point("reconcile: " + string(RepairGone))
+	r.journal.Add(journal.Event{Kind: journal.Repaired, UID: uid, What: string(RepairGone), Message: RepairGone.message()})
+	r.mu.Lock()
+	r.repairs[RepairGone]++
+	r.mu.Unlock()
+	r.ObserveRepair(uid, RepairGone)
+	if err := r.removeUnknown(r.ctx, uid); err != nil {
+		r.Log.Error("cannot remove a pod whose network namespace is gone: it is tried again", "uid", uid, "error", err)
 	}
 }
 

@@ -207,8 +207,7 @@ func (e *Enroller) restoreSaved(s savedPod, left leftovers) error {
 	left.captured = false
 	ns, err := findNetNS(s.NetNS, s.NetNSInode, s.NetNSCookie)
 	if errors.Is(err, podns.ErrGone) {
-		e.Log.Info("forget a pod whose network namespace is gone", "uid", s.UID, "pod", s.String())
-		return errors.Join(e.clear(s.UID, s.NetNSCookie, nil, left, s.Before), e.removeState(s.UID))
+		return e.succeed(s, left)
 	}
 	if err != nil {
 		return err
@@ -217,11 +216,44 @@ func (e *Enroller) restoreSaved(s savedPod, left leftovers) error {
 	return e.captureIn(ns, s.Spec, left, s.Since)
 }
 
+// succeed enrols a pod whose network namespace is gone in the one that its path leads to now, or forgets it when there is none.
+func (e *Enroller) succeed(s savedPod, left leftovers) error {
+	if err := e.clear(s.UID, s.NetNSCookie, nil, left, s.Before); err != nil {
+		return err
+	}
+	spec := s.Spec
+	if ns := e.successor(&spec); ns != nil {
+		e.Log.Info("pod has another network namespace now", "pod", spec.String(), "uid", spec.UID, "netns", ns.Path())
+		return e.captureIn(ns, spec, leftovers{}, s.Since)
+	}
+	e.Log.Info("forget a pod whose network namespace is gone", "uid", s.UID, "pod", s.String())
+	return e.removeState(s.UID)
+}
+
+// successor opens the network namespace that a pod's path leads to, if the pod can be enrolled there; see fit.
+func (e *Enroller) successor(spec *Spec) *podns.NetNS {
+	if !mayMove(spec.NetNS) {
+		return nil
+	}
+	ns, err := podns.Open(spec.NetNS)
+	if err != nil {
+		return nil
+	}
+	if !e.fit(ns, spec) {
+		_ = ns.Close()
+		return nil
+	}
+	return ns
+}
+
 // restore takes over one pod that the kernel knows. s is what its file says, or empty.
 func (e *Enroller) restore(ctx context.Context, cookie uint64, entry maps.Pod, s savedPod, left leftovers) error {
 	ns, err := findNetNS(s.NetNS, entry.NetNSInode, cookie)
+	if errors.Is(err, podns.ErrGone) && s.UID != "" {
+		return e.succeed(s, left)
+	}
 	if errors.Is(err, podns.ErrGone) {
-		e.Log.Info("forget a pod whose network namespace is gone", "uid", entry.UID, "pod", s.String())
+		e.Log.Info("forget a pod whose network namespace is gone", "uid", entry.UID)
 		return e.removeUnknown(ctx, entry.UID)
 	}
 	if err != nil {
@@ -242,15 +274,16 @@ func (e *Enroller) renewPrograms(ns *podns.NetNS, uid string) error {
 		return err
 	}
 	defer n.close()
-	if _, err := e.applySeals(&pod{uid: uid, ns: ns}, n, true); err != nil {
+	p := &pod{uid: uid, ns: ns}
+	if _, err := e.applySeals(p, n, true); err != nil {
 		return err
 	}
-	prog, err := e.Datapath.LoadSteer(ns)
-	if err != nil {
-		return err
+	steer := e.loadSteer(p)
+	if steer.err != nil || steer.prog == nil {
+		return steer.err
 	}
-	defer prog.Close()
-	return e.Datapath.AttachSteer(ns, uid, prog)
+	defer steer.prog.Close()
+	return e.Datapath.AttachSteer(ns, uid, steer.prog)
 }
 
 // leftovers reads what the maps have of all pods.

@@ -29,7 +29,10 @@ var Points = map[string][]string{
 		"unenrol: proxies told", "unenrol: capture off", "unenrol: steer detached", "unenrol: namespace restored",
 		"unenrol: map entries removed", "unenrol: state file removed",
 	},
-	"reconcile": {"reconcile: seal", "reconcile: routing", "reconcile: sysctl"},
+	"reconcile": {
+		"reconcile: seal", "reconcile: routing", "reconcile: sysctl", "reconcile: steer", "reconcile: pod-entry", "reconcile: counters",
+		"reconcile: own-address", "reconcile: probe-target", "reconcile: exception", "reconcile: netns", "reconcile: gone",
+	},
 	"upgrade": {
 		"upgrade: maps copied", "upgrade: programs loaded", "upgrade: old map kept", "upgrade: map replaced",
 		"upgrade: bridges built", "upgrade: program replaced", "upgrade: tail call replaced", "upgrade: layout noted", "upgrade: pods taken over",

@@ -364,7 +364,7 @@ func probeRule(family int) error {
 
 // probeMarkSysctl looks for one of the sysctls that are set in pods. Whether they may be set is another question.
 func probeMarkSysctl() error {
-	_, err := os.Stat("/proc/sys/net/ipv4/tcp_fwmark_accept")
+	_, err := os.Stat(podns.Sysctl("net/ipv4/tcp_fwmark_accept"))
 	return err
 }
 
@@ -372,7 +372,7 @@ func probeMarkSysctl() error {
 func TryMarkSysctls() error {
 	return inScratchNetNS(func(*netlink.Handle, netlink.Link) error {
 		for _, name := range []string{"tcp_fwmark_accept", "fwmark_reflect"} {
-			f, err := os.OpenFile("/proc/sys/net/ipv4/"+name, os.O_WRONLY, 0)
+			f, err := os.OpenFile(podns.Sysctl("net/ipv4/"+name), os.O_WRONLY, 0)
 			if err != nil {
 				return err
 			}

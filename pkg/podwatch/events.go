@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -47,6 +48,9 @@ const (
 	sayAgain = 10 * time.Minute
 	// sayOther is how soon something else of the same kind is.
 	sayOther = 10 * time.Second
+	// podEvery and podBurst bound the events on one pod, whatever they say.
+	podEvery = 5 * time.Minute
+	podBurst = 25
 )
 
 const (
@@ -76,11 +80,19 @@ func (w *Watcher) say(pod *corev1.Pod, reason Reason, text string) {
 		if last.text == text {
 			pause = sayAgain
 		}
-		if !ok || now.Sub(last.at) >= pause {
+		if (!ok || now.Sub(last.at) >= pause) && k.mayBeSaid() {
 			k.said[reason] = said{text, now}
 			w.warn(pod, reason, text)
 		}
 	})
+}
+
+// mayBeSaid says whether there may be one more event. The mutex is held.
+func (k *known) mayBeSaid() bool {
+	if k.limit == nil {
+		k.limit = rate.NewLimiter(rate.Every(podEvery), podBurst)
+	}
+	return k.limit.Allow()
 }
 
 // warn makes a warning of a pod, or, if that is nil, of the node. It waits for nobody.

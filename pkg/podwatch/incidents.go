@@ -190,9 +190,11 @@ func (w *Watcher) sayRepairs(pod *corev1.Pod, k *known) {
 // sayIncident makes an event, of the node if pod is nil, unless nothing has happened or one of that kind was made a short time ago.
 // The mutex is held.
 func (w *Watcher) sayIncident(pod *corev1.Pod, k *known, kind string, reason Reason, text string, times uint64) bool {
-	if last, ok := k.incidents[kind]; times == 0 || ok && time.Since(last) < incidentAgain || !w.incidentLimit.TryAccept() {
+	if last, ok := k.incidents[kind]; times == 0 || ok && time.Since(last) < incidentAgain ||
+		w.incidentLimit.Tokens() < 1 || !k.mayBeSaid() {
 		return false
 	}
+	_ = w.incidentLimit.Allow() // it was looked at just now
 	if k.incidents == nil {
 		k.incidents = map[string]time.Time{}
 	}

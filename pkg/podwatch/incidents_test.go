@@ -8,6 +8,10 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/time/rate"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 )
@@ -59,5 +63,35 @@ func TestTextsOfIncidentsSayHowOftenAndWhatToDo(t *testing.T) {
 		if len(fmt.Sprintf(text, howOften(1<<63))) > maxMessage {
 			t.Errorf("%s is too long", what)
 		}
+	}
+}
+
+// TestOfOnePodThereAreFewEvents has a pod fail in a new way each time, for ever.
+func TestOfOnePodThereAreFewEvents(t *testing.T) {
+	said := 0
+	w := &Watcher{
+		Options:       Options{Node: "node", ObserveEvent: func(Reason) { said++ }},
+		known:         map[string]*known{},
+		events:        make(chan *corev1.Event, maxEvents),
+		incidentLimit: rate.NewLimiter(0, 60),
+	}
+	for i := range 2 * podBurst {
+		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "1"}}
+		w.say(pod, ReasonFailed, fmt.Sprintf("It cannot be enrolled, by process %d.", i))
+		w.update("1", func(k *known) {
+			delete(k.said, ReasonFailed) // as if some time had passed
+			w.sayIncident(pod, k, fmt.Sprint("kind ", i), ReasonBypass, "Something happened (%s).", 1)
+		})
+	}
+	if said != podBurst || len(w.events) != podBurst {
+		t.Errorf("%d events were made, and %d are to be sent, want %d", said, len(w.events), podBurst)
+	}
+	if left := w.incidentLimit.Tokens(); left != 60-float64(podBurst+1)/2 && left != 60-float64(podBurst-1)/2 {
+		t.Errorf("what was not said leaves %v for other pods", left)
+	}
+	other := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "b", UID: "2"}}
+	w.say(other, ReasonFailed, "It cannot be enrolled.")
+	if said != podBurst+1 {
+		t.Error("of another pod nothing can be said")
 	}
 }

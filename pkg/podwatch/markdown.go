@@ -26,6 +26,8 @@ func Markdown() string {
 		"Again":     incidentAgain,
 		"Rate":      incidentRate,
 		"Burst":     incidentBurst,
+		"PodBurst":  podBurst,
+		"PodEvery":  podEvery,
 		"Tries":     quietTries,
 		"SayAgain":  sayAgain,
 	})
@@ -67,7 +69,8 @@ What the agent says of pods in Kubernetes' events, besides its log and its [metr
 | ` + "`SteeringFailed`" + ` | something of the pod could not be sent to the node proxy, and did not pass | see below |
 | ` + "`Repaired`" + ` | something of the pod's capture was not as it should be, and is again; on the node, what all pods share | see below |
 
-What is said of a pod is said again after {{short .SayAgain}} at the earliest, if it is still so.
+What is said of a pod is said again after {{short .SayAgain}} at the earliest, if it is still so. Of one pod there are {{.PodBurst}} events
+at most, and one more every {{short .PodEvery}}.
 
 ## What the kernel counts
 

@@ -15,11 +15,11 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/util/flowcontrol"
 	"k8s.io/client-go/util/workqueue"
 
 	"github.com/redirector-dataplane/redirector/pkg/cni"
@@ -87,7 +87,7 @@ type Watcher struct {
 	// node is what is known of what all pods share: its repairs.
 	node known
 	// incidentLimit bounds the events on incidents of all pods.
-	incidentLimit flowcontrol.RateLimiter
+	incidentLimit *rate.Limiter
 }
 
 // known is what is known of a pod beside what the API server and the kernel know.
@@ -113,6 +113,8 @@ type known struct {
 	counted   counted
 	repairs   map[enroll.Repair]uint64
 	incidents map[string]time.Time
+	// limit bounds the events about the pod.
+	limit *rate.Limiter
 }
 
 // New returns a Watcher that does not watch yet.
@@ -129,7 +131,7 @@ func New(opts Options) (*Watcher, error) {
 		known:    map[string]*known{},
 		events:   make(chan *corev1.Event, maxEvents),
 
-		incidentLimit: flowcontrol.NewTokenBucketRateLimiter(incidentRate, incidentBurst),
+		incidentLimit: rate.NewLimiter(incidentRate, incidentBurst),
 	}
 	onNode := opts.Client.WatchPods(fields.OneTermEqualSelector("spec.nodeName", opts.Node).String())
 	w.pods = cache.NewSharedIndexInformer(onNode, &corev1.Pod{}, 0, cache.Indexers{
@@ -438,7 +440,7 @@ func (w *Watcher) takeOut(ctx context.Context, pod *corev1.Pod, verdict Verdict)
 		w.Log.Info("pod is unenrolled", "pod", podName(pod), "uid", uid, "reason", verdict.Reason)
 	}
 	w.update(uid, func(k *known) {
-		*k = known{wasOut: true, wrote: k.wrote, said: k.said, repairs: k.repairs, incidents: k.incidents}
+		*k = known{wasOut: true, wrote: k.wrote, said: k.said, repairs: k.repairs, incidents: k.incidents, limit: k.limit}
 	})
 	w.statuses.Add(uid)
 	return nil

@@ -3,6 +3,7 @@
 package preflight
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -44,12 +45,12 @@ func machineChecks() []Check {
 				"with --probe-source=node every process in the host's network namespace counts as a prober, those of " +
 				"hostNetwork pods too, and with --probe-source=kubelet none does",
 			Remedy: "boot with cgroup_no_v1=all (systemd.unified_cgroup_hierarchy=1), and have the container runtime use cgroup2",
-			run:    func(*Options) (State, string) { return cgroupsTell("/proc") },
+			run:    func(o *Options) (State, string) { return cgroupsTell(cmp.Or(o.Proc, "/proc")) },
 		},
 		{
 			Group: GroupMachine, Name: "the sysctls of network namespaces, writable", Needed: true,
 			Without: "pods in which tcp_fwmark_accept and fwmark_reflect are off cannot be enrolled",
-			Remedy:  "mount /proc/sys read-write for the agent; containers have it so with privileged: true",
+			Remedy:  "name the node's /proc with --proc, for a container cannot write to its own; or run it with privileged: true",
 			run:     func(*Options) (State, string) { return sysctlsWritable() },
 		},
 		{

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
 // State is what is known of one requirement.
@@ -74,6 +75,8 @@ type Options struct {
 	BPFFS string
 	// Cgroup is the agent's --cgroup; empty: where cgroup2 is mounted.
 	Cgroup string
+	// Proc is the agent's --proc; empty: /proc.
+	Proc string
 }
 
 // Result is a requirement and how it is met on this machine. The names in JSON are an interface; all of them are always there.
@@ -107,6 +110,9 @@ func Run(opts Options) Report {
 	}
 	// Kernels before 5.11 charge maps and programs to this limit. Where it cannot be lifted, what fails for it is unknown.
 	_ = rlimit.RemoveMemlock()
+	if opts.Proc != "" {
+		podns.UseProc(opts.Proc)
+	}
 	for _, c := range Checks() {
 		state, found := c.run(&opts)
 		r.Checks = append(r.Checks, Result{

@@ -1144,7 +1144,9 @@ func comeAndGo(t *testing.T, path string) {
 	if mathrand.IntN(4) == 0 {
 		return
 	}
-	p.hello()
+	if _, err := p.uc.Write(marshal(t, &zdsapi.ZdsHello{Version: zdsapi.Version_V1})); err != nil {
+		return // it came to it too late, and is thrown out already
+	}
 	for range mathrand.IntN(60) {
 		if _, err := p.readWithin(time.Second); err != nil {
 			return

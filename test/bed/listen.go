@@ -53,6 +53,9 @@ func (n *NS) listen(network string, port uint16, opts ListenOptions) (*net.TCPLi
 	domain, v6only := unix.AF_INET6, 0
 	switch network {
 	case "tcp":
+		if !HasIPv6() {
+			domain = unix.AF_INET
+		}
 	case "tcp4":
 		domain = unix.AF_INET
 	case "tcp6":

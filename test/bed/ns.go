@@ -124,11 +124,23 @@ func onThread(fn func() error) error {
 // fn itself, not by goroutines it starts, are in the namespace and stay in it.
 func (n *NS) Do(fn func() error) error {
 	return onThread(func() error {
-		if err := unix.Setns(int(n.file.Fd()), unix.CLONE_NEWNET); err != nil {
+		if err := n.enter(); err != nil {
 			return fmt.Errorf("enter netns %s: %w", n.Name, err)
 		}
 		return fn()
 	})
+}
+
+// enter moves the calling thread. The descriptor is not another's meanwhile, though the namespace may be removed by now.
+func (n *NS) enter() error {
+	raw, err := n.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if errControl := raw.Control(func(fd uintptr) { err = unix.Setns(int(fd), unix.CLONE_NEWNET) }); errControl != nil {
+		return errControl
+	}
+	return err
 }
 
 // Handle returns a netlink (route) handle of the namespace. The caller closes it.

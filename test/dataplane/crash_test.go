@@ -7,15 +7,18 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/google/go-cmp/cmp"
-	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
+	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
@@ -143,8 +146,8 @@ func TestTheAgentIsKilledUnderLoad(t *testing.T) {
 	}
 }
 
-// crashAt has this process killed at a point of package fault; see rebuild.CrashVariable. A point that is not on the list is a
-// mistake that no test would find.
+// crashAt has this process killed at a point of package fault, or, with "#2" behind it, when that is passed for the second time; see
+// rebuild.CrashVariable. A point that is not on the list is a mistake that no test would find.
 func crashAt(at string) {
 	known := map[string]bool{}
 	for _, points := range fault.Points {
@@ -155,11 +158,20 @@ func crashAt(at string) {
 	if at == "" {
 		return
 	}
+	at, count, _ := strings.Cut(at, "#")
+	times := int64(1)
+	if count != "" {
+		var err error
+		if times, err = strconv.ParseInt(count, 10, 64); err != nil {
+			panic(err)
+		}
+	}
+	var passed atomic.Int64
 	fault.Hook = func(point string) {
 		if !known[point] {
 			panic("fault.Points does not list " + point)
 		}
-		if point == at {
+		if point == at && passed.Add(1) == times {
 			_ = unix.Kill(os.Getpid(), unix.SIGKILL)
 			select {}
 		}
@@ -199,12 +211,12 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 				"exclude-outbound-cidrs": "192.0.2.0/24", "reroute-interfaces": "br0",
 			})
 		},
-		"reconcile": func(t *testing.T, _ *agentProcess, pod *bed.NS, point string) {
-			t.Helper()
-			damage(t, pod, point)
-		},
+		"reconcile": nil, // see below
 	} {
 		for _, point := range fault.Points[kind] {
+			if point == "reconcile: netns" || point == "reconcile: gone" {
+				continue // TestTheAgentIsKilledWhenANamespaceIsGone
+			}
 			t.Run(point, func(t *testing.T) {
 				n := newBareNode(t)
 				b := n.Bed
@@ -233,6 +245,13 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 						return err == nil
 					})
 					try(t, dying, pod, point)
+				}
+				if kind == "reconcile" {
+					eventually(t, "the agent answers", func() bool {
+						_, err := dying.client.Status(t.Context())
+						return err == nil
+					})
+					n.damage(pod, point)
 				}
 				dying.died(t, point)
 
@@ -279,38 +298,139 @@ func TestTheAgentIsKilledAtEveryStep(t *testing.T) {
 }
 
 // damage takes away what is put back at that point.
-func damage(t *testing.T, pod *bed.NS, point string) {
-	t.Helper()
+func (n *node) damage(pod *bed.NS, point string) {
+	n.t.Helper()
 	h, err := pod.Handle()
 	if err != nil {
-		t.Fatal(err)
+		n.t.Fatal(err)
 	}
 	defer h.Close()
-	switch point {
-	case "reconcile: seal":
-		var eth0 netlink.Link
-		if eth0, err = h.LinkByName(pod.Link); err == nil {
-			err = h.QdiscDel(&netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
-				LinkIndex: eth0.Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
-			}})
+	kind := enroll.Repair(strings.TrimPrefix(point, "reconcile: "))
+	for _, r := range removals() {
+		if r.kind == kind {
+			r.remove(n.t, pod, h)
+			return
 		}
-	case "reconcile: routing":
-		var rules []netlink.Rule
-		if rules, err = h.RuleList(unix.AF_INET); err == nil {
-			for _, r := range rules {
-				if r.Mark != 0 {
-					r.Family = unix.AF_INET
-					err = h.RuleDel(&r)
-				}
-			}
-		}
-	case "reconcile: sysctl":
-		err = pod.SetSysctl("net.ipv4.fwmark_reflect", "0")
-	default:
-		t.Fatalf("nothing is known to damage for %q", point)
 	}
-	if err != nil {
+	s := &evasionStage{node: n}
+	for _, d := range drifts() {
+		if d.kind != kind {
+			continue
+		}
+		if err := d.spoil(s, s.pinnedMaps(n.t), pod); err != nil {
+			n.t.Fatal(err)
+		}
+		return
+	}
+	n.t.Fatalf("nothing is known to damage for %q", point)
+}
+
+// A pod's network namespace goes, with another in its place or none, and the agent is killed anywhere while it sees to that. The
+// next has the pod in the new namespace, or knows of it no more.
+func TestTheAgentIsKilledWhenANamespaceIsGone(t *testing.T) {
+	moving := []string{"", "reconcile: netns"}
+	for _, point := range fault.Points["unenrol"] {
+		if point != "unenrol: state file removed" { // it stays
+			moving = append(moving, point)
+		}
+	}
+	// Of an enrolment, whose points the agent passes once as it takes the pod over, those where something is decided.
+	moving = append(moving, "enrol: open#2", "enrol: state file#2", "enrol: map entry#2", "enrol: proxy#2")
+	leaving := []string{"", "reconcile: gone", "unenrol: capture off", "unenrol: map entries removed", "unenrol: state file removed"}
+	if testing.Short() {
+		moving, leaving = moving[:3], leaving[:2]
+	}
+	for name, c := range map[string]struct {
+		points  []string
+		another bool
+	}{
+		"another in its place": {moving, true},
+		"none in its place":    {leaving, false},
+	} {
+		for _, point := range c.points {
+			t.Run(name+"/"+point, func(t *testing.T) { namespaceGoes(t, point, c.another) })
+		}
+	}
+}
+
+// namespaceGoes has it happen while an agent runs that is killed at that point, or, with none, while no agent runs.
+func namespaceGoes(t *testing.T, point string, another bool) {
+	n := newBareNode(t)
+	pod := n.plainPod("pod")
+	a := startAgent(t, n.Bed)
+	proxy := n.startProxyProcess()
+	n.serve(n.Outside, 8080, bed.AppOptions{})
+	request := api.EnrollRequest{Spec: agent.Spec(pod), Wait: true, Timeout: api.Duration(patience)}
+	if _, err := a.client.Enroll(t.Context(), request); err != nil {
 		t.Fatal(err)
+	}
+	if err := a.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	var dying *agentProcess
+	if point != "" {
+		dying = launchAgent(t, n.Bed, "", rebuild.CrashVariable+"="+point)
+		eventually(t, "the agent has the pod", func() bool {
+			pods, err := dying.client.Pods(t.Context())
+			return err == nil && len(pods) == 1
+		})
+	}
+	if err := n.RemovePod(pod); err != nil {
+		t.Fatal(err)
+	}
+	before := ""
+	if another {
+		pod = n.plainPod("pod")
+		n.serve(pod, 8080, bed.AppOptions{})
+		var err error
+		if before, err = pod.Snapshot(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if dying != nil && !another {
+		// It looks twice before it forgets a pod, and then waits for the proxy.
+		time.Sleep(2 * 3 * time.Second)
+	}
+	if dying != nil {
+		dying.died(t, point)
+	}
+
+	a = startAgent(t, n.Bed)
+	if !another {
+		n.wantForgotten(a)
+		return
+	}
+	eventually(t, "the pod is enrolled in the new namespace", func() bool {
+		p, err := a.client.Pod(t.Context(), "uid-pod")
+		return err == nil && p.NetNSCookie == pod.Cookie && p.State == enroll.StateEnrolled
+	})
+	n.bothWays(proxy, pod)
+	if err := a.client.Unenroll(t.Context(), "uid-pod"); err != nil {
+		t.Fatal(err)
+	}
+	n.wantUntouched(pod, before)
+}
+
+// wantForgotten waits until nothing is known of any pod, and checks that nothing is left.
+func (n *node) wantForgotten(a *agentProcess) {
+	n.t.Helper()
+	eventually(n.t, "the pod is forgotten", func() bool {
+		pods, err := a.client.Pods(n.t.Context())
+		return err == nil && len(pods) == 0
+	})
+	n.wantNoneLeft()
+}
+
+// bothWays has a connection each way and family go by the proxy.
+func (n *node) bothWays(p *proxy, pod *bed.NS) {
+	n.t.Helper()
+	for _, family := range []string{"IPv4", "IPv6"} {
+		remote := netip.AddrPortFrom(addr(n.Outside, family), 8080)
+		_, local := ask(n.t, pod, bed.DialSpec{Remote: remote})
+		p.saw(pod, nodeproxy.Outbound, local, remote)
+		remote = netip.AddrPortFrom(addr(pod, family), 8080)
+		_, local = ask(n.t, n.Outside, bed.DialSpec{Remote: remote})
+		p.saw(pod, nodeproxy.Inbound, local, remote)
 	}
 }
 
@@ -320,6 +440,12 @@ func (n *node) wantUntouched(pod *bed.NS, before string) {
 	if after, err := pod.Snapshot(); err != nil || after != before {
 		n.t.Errorf("the namespace is not as it was, %v: %s", err, cmp.Diff(before, after))
 	}
+	n.wantNoneLeft()
+}
+
+// wantNoneLeft checks that nothing is left of any pod in the maps, in bpffs and in the run-dir.
+func (n *node) wantNoneLeft() {
+	n.t.Helper()
 	for _, name := range []string{"pods", "own_addrs", "counters", "probe_targets", "exceptions", "cidrs"} {
 		m, err := ebpf.LoadPinnedMap(filepath.Join(n.BPFFS, "maps", name), nil)
 		if err != nil {

@@ -20,7 +20,6 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/test/bed"
-	"github.com/redirector-dataplane/redirector/test/nodeproxy"
 )
 
 // driftPatience is how long it may take until what has drifted is right again.
@@ -35,6 +34,8 @@ func (s *evasionStage) pinnedMaps(t *testing.T) *maps.Maps {
 		bpf.RedirectorMapOwnAddrs:     &m.RedirectorMaps.OwnAddrs,
 		bpf.RedirectorMapCounters:     &m.RedirectorMaps.Counters,
 		bpf.RedirectorMapProbeTargets: &m.RedirectorMaps.ProbeTargets,
+		bpf.RedirectorMapExceptions:   &m.RedirectorMaps.Exceptions,
+		bpf.RedirectorMapCidrs:        &m.RedirectorMaps.Cidrs,
 	} {
 		opened, err := ebpf.LoadPinnedMap(filepath.Join(s.BPFFS, "maps", name), nil)
 		if err != nil {
@@ -122,6 +123,17 @@ func drifts() []drift {
 			},
 		},
 	}
+	all = append(all, drift{
+		name: "a port is excluded that the pod has not asked for", kind: enroll.RepairException,
+		spoil: func(_ *evasionStage, m *maps.Maps, pod *bed.NS) error {
+			port := maps.Exception{Kind: maps.ExceptionOutboundPort, Value: 9}
+			return m.SetExceptions(pod.Cookie, maps.Exceptions{}, maps.Exceptions{Values: map[maps.Exception]bool{port: true}})
+		},
+		healed: func(_ *evasionStage, m *maps.Maps, pod *bed.NS) bool {
+			all, err := m.Exceptions()
+			return err == nil && len(all[pod.Cookie].Values) == 0
+		},
+	})
 	for _, family := range []string{"IPv4", "IPv6"} {
 		all = append(all, drift{
 			name: "the " + family + " address in own_addrs is removed", kind: enroll.RepairOwnAddr,
@@ -160,17 +172,9 @@ func (s *evasionStage) findings(kind enroll.Repair, pod *bed.NS) int {
 // bothWays has a connection each way and family go by the proxy.
 func (s *evasionStage) bothWays(t *testing.T, pod *bed.NS) {
 	t.Helper()
-	for _, family := range []string{"IPv4", "IPv6"} {
-		s.t = t
-		p := *s.proxy
-		p.t = t
-		remote := netip.AddrPortFrom(addr(s.Outside, family), evasionPort)
-		_, local := ask(t, pod, bed.DialSpec{Remote: remote})
-		p.saw(pod, nodeproxy.Outbound, local, remote)
-		remote = netip.AddrPortFrom(addr(pod, family), evasionPort)
-		_, local = ask(t, s.Outside, bed.DialSpec{Remote: remote})
-		p.saw(pod, nodeproxy.Inbound, local, remote)
-	}
+	n, p := *s.node, *s.proxy
+	n.t, p.t = t, t
+	n.bothWays(&p, pod)
 }
 
 // What somebody takes out of bpffs and maps is there again within seconds, counted and logged once. Until then no connection

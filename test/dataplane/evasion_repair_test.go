@@ -140,6 +140,9 @@ func TestWhatAPodTakesAwayIsPutBack(t *testing.T) {
 				s.triesToLeave(t, pod, tries, start)
 			}
 			t.Logf("it is there again after %v at most", time.Since(start))
+			if n := s.findings(r.kind, pod); n != 1 {
+				t.Errorf("it is logged %d times", n)
+			}
 			eachFamily(t, func(t *testing.T, family string) {
 				s.t = t
 				p := *s.proxy

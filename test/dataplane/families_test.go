@@ -74,7 +74,7 @@ func TestAHostWithoutIPv6(t *testing.T) {
 		t.Fatal(err)
 	}
 	a = startAgent(t, n.Bed)
-	damage(t, pod, "reconcile: routing")
+	n.damage(pod, "reconcile: routing")
 	eventually(t, "the rule is put back", func() bool {
 		status, err := a.client.Status(t.Context())
 		return err == nil && len(status.Proxies) > 0 && status.Repairs["routing"] > 0
@@ -106,9 +106,7 @@ func TestPodsOfOneFamily(t *testing.T) {
 		"IPv6 disabled, on a host without it": {bed.Options{Bridge: true, NodeV6Disabled: true}, bed.PodOptions{V6Disabled: true}, []string{"IPv4"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if !bed.HasIPv6() {
-				t.Skip("the kernel has no IPv6, or was booted with ipv6.disable=1")
-			}
+			needsIPv6(t)
 			n := newBareNodeOn(t, c.node)
 			a := startAgent(t, n.Bed)
 			p := n.startProxyProcess()

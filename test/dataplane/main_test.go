@@ -354,10 +354,26 @@ func addr(ns *bed.NS, family string) netip.Addr {
 func eachFamily(t *testing.T, run func(t *testing.T, family string)) {
 	for _, family := range []string{"IPv4", "IPv6"} {
 		t.Run(family, func(t *testing.T) {
-			if family == "IPv6" && !bed.HasIPv6() {
-				t.Skip("the kernel has no IPv6, or was booted with ipv6.disable=1")
+			if family == "IPv6" {
+				needsIPv6(t)
 			}
 			run(t, family)
 		})
+	}
+}
+
+// families is how many eachFamily runs a test for.
+func families() uint64 {
+	if bed.HasIPv6() {
+		return 2
+	}
+	return 1
+}
+
+// needsIPv6 skips what needs a socket of IPv6, if only to talk IPv4 by it.
+func needsIPv6(t *testing.T) {
+	t.Helper()
+	if !bed.HasIPv6() {
+		t.Skip("the kernel has no IPv6, or was booted with ipv6.disable=1")
 	}
 }

@@ -68,7 +68,12 @@ func eachClient(t *testing.T, run func(t *testing.T, family string, kind clientK
 			if kind.family != "" && kind.family != family {
 				continue
 			}
-			t.Run(kind.name, func(t *testing.T) { run(t, family, kind) })
+			t.Run(kind.name, func(t *testing.T) {
+				if strings.HasPrefix(kind.name, "v4-mapped") {
+					needsIPv6(t)
+				}
+				run(t, family, kind)
+			})
 		}
 	})
 }
@@ -424,7 +429,7 @@ func TestUntouched(t *testing.T) {
 		t.Errorf("the proxy saw %+v", saw)
 	}
 	c := n.counters(enrolled)
-	if c.OwnAddress != 4 || c.OutboundCaptured+c.OutboundSteered+c.InboundSteered+c.ProxyToApp+c.ProxyOutbound+c.SealDropped > 0 {
+	if c.OwnAddress != 2*families() || c.OutboundCaptured+c.OutboundSteered+c.InboundSteered+c.ProxyToApp+c.ProxyOutbound+c.SealDropped > 0 {
 		t.Errorf("the enrolled pod's counters are %+v", c)
 	}
 }
@@ -457,7 +462,7 @@ func TestHBONEPort(t *testing.T) {
 		}
 		_ = c.Close()
 	})
-	if c := n.counters(pod); c.HboneSteered < 2 || c.InboundSteered > 0 {
+	if c := n.counters(pod); c.HboneSteered < families() || c.InboundSteered > 0 {
 		t.Errorf("counters are %+v", c)
 	}
 	p.stop()

@@ -3,11 +3,13 @@
 package dataplane
 
 import (
+	"errors"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -149,8 +151,9 @@ func TestWhatIsNotedOfAPodGetsLost(t *testing.T) {
 					t.Errorf("the agent says %q, and not %q", out, word)
 				}
 			}
-			if steerProgram(t, b, spec.UID) == old {
-				t.Error("the pod has the program of the agent before")
+			// An agent of the same version leaves the program alone that is there.
+			if kept := steerProgram(t, b, spec.UID) == old; kept != (name != "the path, and all pins") {
+				t.Errorf("the pod has the program of the agent before: %t", kept)
 			}
 			eachFamily(t, func(t *testing.T, family string) {
 				remote := netip.AddrPortFrom(addr(n.Outside, family), 8080)
@@ -198,4 +201,53 @@ func TestWhatAKilledAgentWasWritingIsRemoved(t *testing.T) {
 	if left, err := os.ReadDir(dir); len(left) > 0 || err != nil {
 		t.Errorf("%s has %v, %v", dir, left, err)
 	}
+}
+
+// Of a pod whose name is lost nothing is left either, when its network namespace is gone.
+func TestAPodWithoutANameIsForgotten(t *testing.T) {
+	n := newBareNode(t)
+	pod, stays := n.plainPod("pod"), n.plainPod("stays")
+	a := startAgent(t, n.Bed)
+	proxy := n.startProxyProcess()
+	n.serve(n.Outside, 8080, bed.AppOptions{})
+	for _, p := range []*bed.NS{pod, stays} {
+		request := api.EnrollRequest{Spec: agent.Spec(p), Wait: true, Timeout: api.Duration(patience)}
+		if _, err := a.client.Enroll(t.Context(), request); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(a.Kill(), os.RemoveAll(filepath.Join(n.RunDir, "pods"))); err != nil {
+		t.Fatal(err)
+	}
+	a = startAgent(t, n.Bed)
+	status := func() api.Status {
+		t.Helper()
+		s, err := a.client.Status(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	if s := status(); s.Pods.Unnamed != 2 {
+		t.Fatalf("pods are %+v", s.Pods)
+	}
+	if err := n.RemovePod(pod); err != nil {
+		t.Fatal(err)
+	}
+	const two = 2 * 3 * 3 * time.Second // the looks that it takes
+	for start := time.Now(); status().Pods.Unnamed == 2; time.Sleep(50 * time.Millisecond) {
+		if time.Since(start) > two+patience {
+			t.Fatal("the pod is not forgotten")
+		}
+	}
+	eventually(t, "its pin is gone", func() bool {
+		_, err := os.Stat(filepath.Join(n.BPFFS, "pods", "uid-pod"))
+		return errors.Is(err, os.ErrNotExist)
+	})
+	if s := status(); s.Pods.Unnamed != 1 || s.Repairs[enroll.RepairGone] != 1 {
+		t.Errorf("pods are %+v, repairs %v", s.Pods, s.Repairs)
+	}
+	remote := netip.AddrPortFrom(n.Outside.V4, 8080)
+	_, local := ask(t, stays, bed.DialSpec{Remote: remote})
+	proxy.saw(stays, nodeproxy.Outbound, local, remote)
 }

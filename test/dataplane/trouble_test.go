@@ -292,3 +292,86 @@ func eventsWereLost(t *testing.T, ns *bed.NS) bool {
 	}
 	return false
 }
+
+// What keeps the agent from putting something right is named in its log, once; the pod stays closed meanwhile, and is whole again when
+// the cause is gone.
+func TestTroubleWithARepairIsNamedAndPasses(t *testing.T) {
+	s := newEvasionStage(t)
+	s.startNodeProxy()
+	m := s.pinnedMaps(t)
+	bpffs := filepath.Dir(s.BPFFS)
+	remount := func(t *testing.T, flags uintptr) {
+		t.Helper()
+		if err := unix.Mount("", bpffs, "", unix.MS_REMOUNT|unix.MS_BIND|flags, ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, c := range map[string]struct {
+		drift      string // that is to be put right
+		begin, end func(t *testing.T)
+		words      []string
+	}{
+		"a read-only BPF filesystem": {
+			"the steer link is detached",
+			func(t *testing.T) { remount(t, unix.MS_RDONLY) }, func(t *testing.T) { remount(t, 0) },
+			[]string{"read-only file system", "steer"},
+		},
+		"map pods is full": {
+			"the entry in pods is removed",
+			func(t *testing.T) { fillMap(t, m.RedirectorMaps.Pods) }, func(t *testing.T) { emptyMap(t, m.RedirectorMaps.Pods) },
+			[]string{"map pods", "full"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s.t = t
+			i := slices.IndexFunc(drifts(), func(d drift) bool { return d.name == c.drift })
+			if i < 0 {
+				t.Fatalf("there is no drift %q", c.drift)
+			}
+			d := drifts()[i]
+			pod := s.newPod(t)
+			s.enrolPod(t, pod)
+			s.serve(pod, evasionPort, bed.AppOptions{})
+			before := s.repairs(t, d.kind)
+			// The agent sees both at once.
+			if err := errors.Join(s.agent.Signal(unix.SIGSTOP), d.spoil(s, m, pod)); err != nil {
+				t.Fatal(err)
+			}
+			c.begin(t)
+			if err := s.agent.Signal(unix.SIGCONT); err != nil {
+				t.Fatal(err)
+			}
+			start := time.Now()
+			complaints := func() (found []string) {
+				for line := range strings.Lines(s.agent.Output()) {
+					if strings.Contains(line, "level=ERROR") && strings.Contains(line, "uid-"+pod.Name+" ") {
+						found = append(found, line)
+					}
+				}
+				return found
+			}
+			for tries := 0; len(complaints()) == 0; tries++ {
+				if time.Since(start) > patience {
+					t.Fatal("the agent does not say what is in the way")
+				}
+				s.triesToLeave(t, pod, tries, start)
+			}
+			time.Sleep(4 * time.Second) // for another look
+			s.triesToLeave(t, pod, 0, start)
+			if all := complaints(); len(all) != 1 {
+				t.Errorf("it is said %d times: %s", len(all), all)
+			}
+			for _, word := range c.words {
+				if !strings.Contains(complaints()[0], word) {
+					t.Errorf("%q does not say %q", complaints()[0], word)
+				}
+			}
+			c.end(t)
+			eventually(t, "it is put right", func() bool { return d.healed(s, m, pod) && s.repairs(t, d.kind) == before+1 })
+			s.bothWays(t, pod)
+			if err := s.agent.client.Unenroll(t.Context(), "uid-"+pod.Name); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}

@@ -9,6 +9,7 @@ import (
 	"runtime"
 	"sync/atomic"
 	"testing"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -100,18 +101,19 @@ func (u *uring) do(e uringEntry) (int, error) {
 	if u.params.flags&uringSQPoll != 0 {
 		enter |= uringWakeUp
 	}
-	for {
-		_, _, errno := unix.Syscall6(unix.SYS_IO_URING_ENTER, uintptr(u.fd), 1, 1, enter, 0, 0)
-		if errno == 0 {
-			break
+	head, tail := word(u.cq, u.params.cq.head), word(u.cq, u.params.cq.tail)
+	// A signal ends the wait, with no error if the request was taken.
+	submit := uintptr(1)
+	for deadline := time.Now().Add(patience); atomic.LoadUint32(head) == atomic.LoadUint32(tail); {
+		if time.Now().After(deadline) {
+			return 0, errors.New("the ring has no result")
 		}
-		if errno != unix.EINTR {
+		_, _, errno := unix.Syscall6(unix.SYS_IO_URING_ENTER, uintptr(u.fd), submit, 1, enter, 0, 0)
+		if errno == 0 {
+			submit = 0
+		} else if errno != unix.EINTR {
 			return 0, errno
 		}
-	}
-	head := word(u.cq, u.params.cq.head)
-	if atomic.LoadUint32(head) == atomic.LoadUint32(word(u.cq, u.params.cq.tail)) {
-		return 0, errors.New("the ring has no result")
 	}
 	at := u.params.cq.cqes + (*head&*word(u.cq, u.params.cq.mask))*16
 	result := int32(binary.NativeEndian.Uint32(u.cq[at+8:]))

@@ -79,6 +79,35 @@ func adoptionMutations() []mutation {
 			old: "err == nil && name != s.UID+stateSuffix", new: "false && name != s.UID+stateSuffix", tests: noted,
 		},
 		{
+			name: "adoption: a pod whose namespace was replaced meanwhile is forgotten", file: state,
+			old: "if ns := e.successor(&spec); ns != nil {", new: "if ns := e.successor(&spec); false {",
+			tests: "TestTheAgentIsKilledWhenANamespaceIsGone/another_in_its_place/$",
+		},
+		{
+			name: "adoption: a pod that is on its way to another namespace has no file", file: enroll,
+			old:   "\t\tif err := e.letGo(p); err != nil {\n\t\t\te.Log",
+			new:   "\t\tif err := errors.Join(e.removeState(p.uid), e.letGo(p)); err != nil {\n\t\t\te.Log",
+			tests: "TestTheAgentIsKilledWhenANamespaceIsGone/another_in_its_place/enrol:_open#2",
+		},
+		{
+			name: "repair: a pod without a name stays for ever", file: reconcile,
+			old: "if r.round%unnamedEvery == 0 {", new: "if false {", tests: "TestAPodWithoutANameIsForgotten",
+		},
+		{
+			name: "repair: a pod without a name goes though it is there", file: reconcile,
+			old: "\t\tcase err == nil:\n\t\t\t_ = ns.Close()\n\t\tcase !errors.Is(err, podns.ErrGone):", new: "\t\tcase false:\n\t\t\t_ = ns.Close()\n\t\tcase false:",
+			tests: "TestAPodWithoutANameIsForgotten",
+		},
+		{
+			name: "routing: another's table is used", file: netns,
+			old: "if !foreign {", new: "if !foreign || true {", tests: "TestRulesAndRoutesOfOthersStay",
+		},
+		{
+			name: "routing: others' rules go with the pod's", file: netns,
+			old: "return rule.Protocol == routeProtocol &&\n", new: "return rule.Priority == rulePriority || rule.Protocol == routeProtocol &&\n",
+			tests: "TestRulesAndRoutesOfOthersStay",
+		},
+		{
 			name: "adoption: what was being written stays", file: state,
 			old: "if err := removeHalfWritten(e.StateDir); err != nil {", new: "if err := error(nil); err != nil {",
 			tests: "TestWhatAKilledAgentWasWritingIsRemoved",
@@ -117,6 +146,15 @@ func adoptionMutations() []mutation {
 			old:   "\tdefer func() {\n\t\tif err != nil {\n\t\t\terr = errors.Join(err, undos.run())",
 			new:   "\tdefer func() {\n\t\tif n != nil {\n\t\t\tn.close()\n\t\t}\n\t\tif err != nil {\n\t\t\terr = errors.Join(err, undos.run())",
 			tests: troubles,
+		},
+		{
+			name: "trouble: what keeps a repair from being made is said at each look", file: watch,
+			old: "case err.Error() != p.failing:", new: "default:", tests: "TestTroubleWithARepairIsNamedAndPasses",
+		},
+		{
+			name: "trouble: a repair that has failed is not tried again", file: reconcile,
+			old: "\tr.repair(p, have, full)\n", new: "\tif p.failing == \"\" {\n\t\tr.repair(p, have, full)\n\t}\n",
+			tests: "TestTroubleWithARepairIsNamedAndPasses",
 		},
 		{
 			name: "trouble: a pod leaves whose file has to stay", file: enroll,

@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/test/kube"
 )
 
@@ -323,6 +324,7 @@ func (n *node) without(r right) {
 	}
 	if r.unready != nil {
 		n.wantNotReady(append(r.unready, "kubernetes")...)
+		n.wantStatus(api.ReasonNotReady, "kubernetes is not ready", "ClusterRole")
 	} else {
 		time.Sleep(time.Second)
 		n.wantReady()

@@ -18,6 +18,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -27,6 +28,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/bpf"
 	"github.com/redirector-dataplane/redirector/cmd/redirector/app"
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/maps"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/kube"
@@ -211,6 +213,26 @@ func (n *node) ready() error {
 		return fmt.Errorf("%s: %s", resp.Status, bytes.TrimSpace(body))
 	}
 	return nil
+}
+
+// wantStatus waits for status to warn of something in these words.
+func (n *node) wantStatus(reason api.Reason, words ...string) {
+	n.t.Helper()
+	agent := api.NewClient(filepath.Join(n.b.RunDir, "agent.sock"))
+	n.eventually(fmt.Sprintf("status is red, and says %q", words), func() error {
+		status, err := agent.Status(n.t.Context())
+		if err != nil {
+			return err
+		}
+		said := func(w api.Warning) bool {
+			text := w.Message + " -> " + w.Remedy
+			return w.Reason == reason && !slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(text, word) })
+		}
+		if status.Health != api.Red || !slices.ContainsFunc(status.Warnings, said) {
+			return fmt.Errorf("it is %s, and says %+v", status.Health, status.Warnings)
+		}
+		return nil
+	})
 }
 
 func (n *node) wantReady() {

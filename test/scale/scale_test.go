@@ -244,7 +244,7 @@ func (n *node) reaches(requests []api.EnrollRequest) {
 	if err != nil {
 		n.b.Fatal(err)
 	}
-	defer app.Close()
+	defer func() { _ = app.Close() }()
 	for _, pod := range []*bed.NS{n.pods[0], n.pods[len(requests)-1]} {
 		c, err := pod.Dial(n.b.Context(), bed.DialSpec{Remote: netip.AddrPortFrom(n.Outside.V4, 8080)})
 		if err != nil {
@@ -274,21 +274,24 @@ func (n *node) wait(what string, try func(context.Context) error) {
 	}
 }
 
-// cpu is how long the agent has run on a processor, to the kernel's tick of 10 ms.
+// tick is the unit of times in /proc/PID/stat: USER_HZ, which is 100 on all but one of Linux's architectures.
+const tick = 10 * time.Millisecond
+
+// cpu is how long the agent has run on a processor.
 func (n *node) cpu(a *agentProcess) time.Duration {
 	n.b.Helper()
 	stat := string(n.read(a, "stat"))
 	// Fields 14 and 15 of proc_pid_stat(5); the second, the name, may have spaces.
 	fields := strings.Fields(stat[strings.LastIndexByte(stat, ')')+1:])
-	var ticks time.Duration
+	var took time.Duration
 	for _, field := range fields[11:13] {
-		t, err := strconv.Atoi(field)
+		ticks, err := strconv.Atoi(field)
 		if err != nil {
 			n.b.Fatal(err)
 		}
-		ticks += time.Duration(t)
+		took += time.Duration(ticks) * tick
 	}
-	return ticks * 10 * time.Millisecond
+	return took
 }
 
 // memory reads a line of /proc/PID/status, in MB of 1,000,000 bytes.

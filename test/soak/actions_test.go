@@ -46,6 +46,7 @@ func actions() []action {
 		{name: "replace the proxy", often: 2, node: (*soak).replaceProxy},
 		{name: "kill the proxy", often: 2, node: (*soak).killProxy},
 		{name: "replace the namespace", often: 2, pod: (*soak).replaceNamespace, phases: []phase{enrolled}, fills: true},
+		{name: "replace the namespace while no agent runs", often: 1, pod: (*soak).replaceUnseen, phases: []phase{enrolled}, fills: true},
 		{name: "remove the namespace", often: 1, pod: (*soak).removeNamespace, phases: []phase{enrolled}, fills: true},
 		{name: "add and remove an interface", often: 1, pod: (*soak).passingInterface, phases: []phase{plain, enrolled}},
 		{name: "damage", often: 8, pod: (*soak).damage, phases: []phase{enrolled}},
@@ -176,6 +177,23 @@ func (s *soak) replaceNamespace(sl *slot) {
 	}
 	before, err := sl.pod.Snapshot()
 	s.must(err, "look at "+sl.name)
+	s.finds(sl, before)
+}
+
+// replaceUnseen has the next agent find out.
+func (s *soak) replaceUnseen(sl *slot) {
+	s.endAgent(unix.SIGKILL)
+	sl.empty()
+	sl.fill()
+	before, err := sl.pod.Snapshot()
+	s.must(err, "look at "+sl.name)
+	s.startAgent()
+	s.finds(sl, before)
+}
+
+// finds waits until the agent has the pod in its new namespace, which was so before.
+func (s *soak) finds(sl *slot, before string) {
+	s.t.Helper()
 	sl.become(changing)
 	s.eventually(sl.name+" is enrolled in its new namespace", func() bool {
 		p, err := s.client.Pod(s.t.Context(), sl.uid())

@@ -79,18 +79,28 @@ func inPod(do func(h *netlink.Handle, pod *bed.NS) error) func(*soak, *bed.NS) e
 func inMaps(do func(m *maps.Maps, pod *bed.NS) error) func(*soak, *bed.NS) error {
 	return func(s *soak, pod *bed.NS) (err error) {
 		var m maps.Maps
+		var all []*ebpf.Map
+		defer func() {
+			for _, opened := range all {
+				err = errors.Join(err, opened.Close())
+			}
+		}()
+		var opened []*ebpf.Map
+		defer func() {
+			for _, o := range opened {
+				err = errors.Join(err, o.Close())
+			}
+		}()
 		for name, to := range map[string]**ebpf.Map{
 			bpf.RedirectorMapPods:         &m.RedirectorMaps.Pods,
 			bpf.RedirectorMapOwnAddrs:     &m.RedirectorMaps.OwnAddrs,
 			bpf.RedirectorMapCounters:     &m.RedirectorMaps.Counters,
 			bpf.RedirectorMapProbeTargets: &m.RedirectorMaps.ProbeTargets,
 		} {
-			opened, errOpen := openMap(s.BPFFS, name)
-			if errOpen != nil {
-				return errOpen
+			if *to, err = openMap(s.BPFFS, name); err != nil {
+				return err
 			}
-			defer func() { err = errors.Join(err, opened.Close()) }()
-			*to = opened
+			opened = append(opened, *to)
 		}
 		return do(&m, pod)
 	}

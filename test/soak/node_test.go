@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -47,7 +48,7 @@ type soak struct {
 	agent   *bed.Proc // nil while none runs
 	client  *api.Client
 	proxy   *bed.Proc
-	proxies int
+	proxies atomic.Int64 // how many there have been
 	slots   []*slot
 	filled  int            // how many pods there have been
 	done    map[string]int // how often each thing has been done
@@ -203,8 +204,7 @@ func (s *soak) endAgent(sig os.Signal) {
 // startProxy starts a proxy and returns when it runs for all pods that it is told of.
 func (s *soak) startProxy() *bed.Proc {
 	s.t.Helper()
-	s.proxies++
-	name := fmt.Sprintf("proxy%d", s.proxies)
+	name := fmt.Sprintf("proxy%d", s.proxies.Add(1))
 	p := s.run(name, "nodeproxy", "--zds-socket", s.ZDSSocket, "--log", filepath.Join(s.Dir, name+".json"))
 	s.eventually("the proxy is ready", func() bool {
 		status, err := s.client.Status(s.t.Context())
@@ -245,8 +245,8 @@ func (s *soak) eventually(what string, so func() bool) {
 
 // carried says whether a proxy has noted that it carried a connection.
 func (s *soak) carried(want nodeproxy.Record) (bool, error) {
-	for i := 1; i <= s.proxies; i++ {
-		f, err := os.Open(filepath.Join(s.Dir, fmt.Sprintf("proxy%d.json", i)))
+	for i := range s.proxies.Load() {
+		f, err := os.Open(filepath.Join(s.Dir, fmt.Sprintf("proxy%d.json", i+1)))
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}

@@ -167,6 +167,7 @@ func (sl *slot) ends(s *situation, w way) (from *bed.NS, to netip.AddrPort) {
 		from, target = s.pod, sl.Outside
 	case nodeproxy.Inbound:
 		from = sl.Outside
+	case nodeproxy.HBONE: // none of the ways
 	}
 	addr := target.V4
 	if w.ipv6 {

@@ -46,7 +46,9 @@ missing that the agent needs. The agent refuses to start for the same features o
 	output := addOutput(flags)
 	addBPFFS(flags, &opts.BPFFS)
 	addPath(flags, &opts.Cgroup, "cgroup", "", "cgroup2 directory whose processes are looked at (default: where cgroup2 is mounted)")
+	addPath(flags, &opts.Proc, "proc", defaultProc, "the node's /proc")
 	twin(flags, "cgroup")
+	twin(flags, "proc")
 	cmd.RunE = func(*cobra.Command, []string) error {
 		report := preflight.Run(opts)
 		if output.value == outputJSON {

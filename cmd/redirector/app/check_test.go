@@ -20,7 +20,8 @@ func TestCheckOnAMachineThatIsFit(t *testing.T) {
 	r := m.command("check", "--bpffs", m.BPFFS, "--cgroup", m.Cgroup)
 	said := r.stdout + r.stderr
 	// Where the JIT is off, or there is no IPv6, the machine is fit but for that.
-	if r.code != exitDone && r.code != exitLimited || (r.code == exitLimited) != strings.Contains(said, "the agent works here, without: ") {
+	limited := strings.Contains(said, "the agent works here, without: ")
+	if r.code != exitDone && r.code != exitLimited || (r.code == exitLimited) != limited {
 		t.Fatalf("exit status %d:\n%s", r.code, said)
 	}
 	said = strings.Join(strings.Fields(said), " ")
@@ -43,7 +44,8 @@ func TestCheckNamesWhatIsMissing(t *testing.T) {
 	}{
 		"no BPF filesystem": {
 			args: []string{"--bpffs", filepath.Join(m.Dir, "pins")}, code: exitFailed,
-			says: []string{"the agent needs: a BPF filesystem:", "missing: a BPF filesystem", "mount -t bpf", "kernel 4.4 or later with CONFIG_BPF_SYSCALL"},
+			says: []string{"the agent needs: a BPF filesystem:", "missing: a BPF filesystem", "mount -t bpf",
+				"kernel 4.4 or later with CONFIG_BPF_SYSCALL"},
 		},
 		"no cgroup2": {
 			args: []string{"--cgroup", m.Dir}, code: exitFailed,
@@ -51,11 +53,13 @@ func TestCheckNamesWhatIsMissing(t *testing.T) {
 		},
 		"no right to load programs": {
 			drop: fmt.Sprint(unix.CAP_BPF, " ", unix.CAP_SYS_ADMIN), code: exitFailed,
-			says: []string{"the agent needs: CAP_BPF; CAP_SYS_ADMIN:", "missing yes CAP_BPF", "unknown yes sk_lookup programs", "securityContext"},
+			says: []string{"the agent needs: CAP_BPF; CAP_SYS_ADMIN:", "missing yes CAP_BPF", "unknown yes sk_lookup programs",
+				"securityContext"},
 		},
 		"no right to look at others": {
 			drop: fmt.Sprint(unix.CAP_SYS_PTRACE), code: exitLimited,
-			says: []string{"the agent works here, without: CAP_SYS_PTRACE", "missing no CAP_SYS_PTRACE", "pods that run already are not found"},
+			says: []string{"the agent works here, without: CAP_SYS_PTRACE", "missing no CAP_SYS_PTRACE",
+				"pods that run already are not found"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

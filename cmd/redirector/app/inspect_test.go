@@ -4,6 +4,7 @@ package app
 
 import (
 	"encoding/json"
+	"errors"
 	"os"
 	"strings"
 	"testing"
@@ -14,6 +15,7 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/explain"
+	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
 
@@ -157,4 +159,15 @@ func TestColoursAreForTerminals(t *testing.T) {
 			t.Errorf("%s: colours %t, want %t", name, got, c.want)
 		}
 	}
+}
+
+// Without an agent, status says what keeps one from running here, and else what goes on without.
+func TestStatusSaysWhyThereIsNoAgent(t *testing.T) {
+	r := run(t, nil, "status", "--run-dir", t.TempDir())
+	var lacks *loader.FeatureError
+	if err := loader.CheckFeatures(); errors.As(err, &lacks) {
+		r.wantFailure(t, exitFailed, "no agent answers", "none can run here", lacks.Feature.Name, lacks.Feature.Since)
+		return
+	}
+	r.wantFailure(t, exitFailed, "no agent answers", "the dataplane works on without", "nothing is repaired")
 }

@@ -89,10 +89,18 @@ func TestSysctlsThatCannotBeSet(t *testing.T) {
 		t.Errorf("check ends with %d: %s", r.code, r.stderr)
 	}
 
+	// A container that is given the node's has sysctls to write to.
+	proc := filepath.Join(m.Dir, "proc")
+	bind(t, "/proc", proc, 0)
+	r = m.odd(oddReadOnlySysctls, "check", "--bpffs", m.BPFFS, "--cgroup", m.Cgroup, "--proc", proc)
+	if said := r.stdout + r.stderr; r.code == exitFailed || strings.Contains(said, "missing: the sysctls") {
+		t.Errorf("with --proc check ends with %d: %s", r.code, said)
+	}
+
 	p := m.start(m.Node, roleOdd, "agent", m.agentFlags(), oddVar+"="+oddReadOnlySysctls)
 	m.eventually("the agent is ready", func() bool { return strings.Contains(p.Output(), "msg=ready") })
 	before := m.state(pod)
-	run(t, nil, m.enrollFlags(pod)...).wantFailure(t, exitFailed, "set a sysctl", "is /proc/sys writable here?", "read-only file system")
+	run(t, nil, m.enrollFlags(pod)...).wantFailure(t, exitFailed, "set a sysctl", "is it writable here?", "read-only file system")
 	m.wantState(before, pod)
 	run(t, nil, m.enrollFlags(ready)...).wantDone(t)
 	run(t, nil, "unenroll", "--run-dir", m.RunDir, "--uid", "uid-ready").wantDone(t)
@@ -127,7 +135,8 @@ func TestCgroupsOfVersion1Alone(t *testing.T) {
 		"agent", "--standalone", "--run-dir", filepath.Join(scratch, "run"), "--zds-socket", filepath.Join(scratch, "z.sock"),
 		"--bpffs", "/sys/fs/bpf/redirector",
 	}, Env{Stdout: io.Discard, Stderr: &stderr, Getenv: func(string) string { return "" }})
-	result{code: code, stderr: stderr.String()}.wantFailure(t, exitFailed, "no cgroup2 filesystem is mounted", "mount -t cgroup2", "--cgroup")
+	result{code: code, stderr: stderr.String()}.
+		wantFailure(t, exitFailed, "no cgroup2 filesystem is mounted", "mount -t cgroup2", "--cgroup")
 	if left := tree(t, filepath.Join(scratch, "run")); left != "" {
 		t.Errorf("it leaves %s", left)
 	}
@@ -146,7 +155,9 @@ func TestCgroupsOfVersion1Alone(t *testing.T) {
 		}
 	}()
 	r = run(t, nil, "check")
-	for _, words := range []string{"missing: processes in cgroups of version 2", "falls back to the mark alone", "kubepods/pod1", "cgroup_no_v1=all"} {
+	for _, words := range []string{
+		"missing: processes in cgroups of version 2", "falls back to the mark alone", "kubepods/pod1", "cgroup_no_v1=all",
+	} {
 		if r.code != exitLimited || !strings.Contains(r.stdout, words) {
 			t.Errorf("check ends with %d, and does not say %q:\n%s", r.code, words, r.stdout)
 		}
@@ -158,11 +169,13 @@ func TestCgroupsOfVersion1Alone(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	proxy, err := m.Bed.Start(m.Node, false, "proxy", []string{self, "--zds-socket", m.ZDSSocket}, []string{roleVar + "=" + roleNodeproxy})
+	argv := []string{self, "--zds-socket", m.ZDSSocket}
+	proxy, err := m.Bed.Start(m.Node, false, "proxy", argv, []string{roleVar + "=" + roleNodeproxy})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), fmt.Append(nil, proxy.Pid), 0o600); err != nil && !errors.Is(err, unix.ESRCH) {
+	err = os.WriteFile(filepath.Join(dir, "cgroup.procs"), fmt.Append(nil, proxy.Pid), 0o600)
+	if err != nil && !errors.Is(err, unix.ESRCH) {
 		t.Fatal(err)
 	}
 	m.eventually("the agent says that a mark is enough", func() bool {

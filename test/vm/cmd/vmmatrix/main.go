@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Vmmatrix runs the project's test packages on several kernels, each package in machines of its own, and some of the tests on
-// machines that are odd in other ways, and prints one table. It exits with 1 when a test failed, when a test was skipped that is not expected to be, or when something that
-// was asked for did not run.
+// machines that are odd in other ways, and prints one table. It exits with 1 when a test failed, when a test was skipped that is
+// not expected to be, or when something that was asked for did not run.
 package main
 
 import (
@@ -41,7 +41,8 @@ type options struct {
 	run                  string
 	parallel, tail       int
 	timeout              time.Duration
-	odd, record          bool
+	machines             []string
+	record               bool
 	durations            string
 	objects              string
 }
@@ -75,12 +76,12 @@ func parse() options {
 	flag.IntVar(&o.parallel, "parallel", runtime.NumCPU()+1, "machines at once; each keeps one CPU busy, unless its tests wait")
 	flag.IntVar(&o.tail, "tail", 60, "`lines` of a failed test's output to show")
 	flag.DurationVar(&o.timeout, "timeout", 10*time.Minute, "how long the tests of one package may take")
-	flag.BoolVar(&o.odd, "odd", true, "run some of the tests on odd machines, too")
+	machines := flag.String("machines", "", "`machines`, by commas: ordinary, or the names of odd ones (default: all)")
 	flag.StringVar(&o.durations, "durations", "test/vm/durations.txt", "`file` of how long tests take")
 	flag.BoolVar(&o.record, "record", false, "write the file of durations anew")
 	flag.StringVar(&o.objects, "objects", "", "`folder` of compiled BPF objects for the machines, which tests find by TEST_OBJECTS")
 	flag.Parse()
-	o.lines, o.packages, o.exclude = split(*lines), split(*packages), split(*exclude)
+	o.lines, o.packages, o.exclude, o.machines = split(*lines), split(*packages), split(*exclude), split(*machines)
 	return o
 }
 
@@ -313,7 +314,8 @@ func (o *options) runJob(ctx context.Context, j *job, initBin string, files map[
 	}
 	defer log.Close()
 
-	// test2json, which tells times with -t alone, understands the output of -test.v=test2json and nothing that a test prints can mislead it.
+	// test2json understands the output of -test.v=test2json, and nothing that a test prints can mislead it. Without -t it does
+	// not tell how long tests took.
 	convert := exec.Command("go", "tool", "test2json", "-t", "-p", p.importPath)
 	convert.Stderr = os.Stderr
 	in, err := convert.StdinPipe()

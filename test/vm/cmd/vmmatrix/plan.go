@@ -55,14 +55,30 @@ func (j *job) machine() string {
 // key names the cell that the job is a part of.
 func (j *job) key() string { return matrix.Column(j.kernel.Version, j.machine()) + " " + j.pkg.name }
 
+// ordinary is what the machine is called that has no name of its own.
+const ordinary = "ordinary"
+
+// wants says whether a machine is asked for.
+func (o *options) wants(name string) bool {
+	return len(o.machines) == 0 || slices.Contains(o.machines, name)
+}
+
 // plan shares the tests out to machines, the longest jobs first.
 func (o *options) plan(ctx context.Context, kernels []*machine.Kernel, packages []testPackage) ([]job, error) {
 	durations, err := readDurations(o.durations)
 	if err != nil {
 		return nil, err
 	}
+	for _, name := range o.machines {
+		if name != ordinary && !slices.ContainsFunc(oddMachines, func(m odd) bool { return m.name == name }) {
+			return nil, fmt.Errorf("there is no machine %q: see test/vm/cmd/vmmatrix/odd.go", name)
+		}
+	}
 	var jobs []job
 	for _, p := range packages {
+		if !o.wants(ordinary) {
+			break
+		}
 		tests, err := p.tests(ctx, o.run)
 		if err != nil {
 			return nil, err
@@ -86,13 +102,11 @@ func (o *options) plan(ctx context.Context, kernels []*machine.Kernel, packages 
 			}
 		}
 	}
-	if o.odd {
-		odd, err := o.oddJobs(ctx, kernels, packages)
-		if err != nil {
-			return nil, err
-		}
-		jobs = append(jobs, odd...)
+	more, err := o.oddJobs(ctx, kernels, packages)
+	if err != nil {
+		return nil, err
 	}
+	jobs = append(jobs, more...)
 	if len(jobs) == 0 {
 		return nil, fmt.Errorf("no test matches %q", o.run)
 	}
@@ -105,6 +119,9 @@ func (o *options) oddJobs(ctx context.Context, kernels []*machine.Kernel, packag
 	var jobs []job
 	for i := range oddMachines {
 		odd := &oddMachines[i]
+		if !o.wants(odd.name) {
+			continue
+		}
 		for _, p := range packages {
 			pattern, ok := odd.tests[p.name]
 			if !ok {

@@ -149,7 +149,7 @@ func TestABrokenProgramFailsTheMatrix(t *testing.T) {
 		t.Fatalf("%v: %s", err, said)
 	}
 	cmd := exec.Command(vmmatrix, "-kernels", line, "-packages", "./pkg/loader", "-run", "^TestVerifierOnAnotherCompilersPrograms$",
-		"-odd=false", "-objects", objects, "-out", out)
+		"-machines", "ordinary", "-objects", objects, "-out", out)
 	cmd.Dir = "../../../.."
 	said, err := cmd.CombinedOutput()
 	exit, ok := errors.AsType[*exec.ExitError](err)
