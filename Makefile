@@ -26,7 +26,7 @@ GOLANGCI_VERSION := v2.15.0
 GOLANGCI = $(REDIRECTOR_CACHE)/golangci-lint-$(GOLANGCI_VERSION)-$(shell go env GOVERSION)/golangci-lint
 
 # What wants other versions of libraries than Redirector has a module of its own. make test tests them after all else.
-MODULES := deploy/image test/chart
+MODULES := deploy/image test/chart test/e2e/app
 define newline
 
 
@@ -78,6 +78,12 @@ SEED ?=
 .PHONY: soak
 soak: root ## All that can happen to a node at once, under traffic, for SOAK=30s (root)
 	SOAK='$(SOAK)' SEED='$(SEED)' go test -count=1 -timeout=0 -run='^TestSoak$$' -v ./test/soak
+
+# Where something that it needs is missing, and cannot be installed, it fails and says what.
+.PHONY: e2e
+e2e: root ## Install, upgrade, uninstall in real clusters of one and two nodes, in namespaces on this machine (root, containerd)
+	@hack/install-deps.sh e2e
+	go test -tags=e2e -count=1 -timeout=20m $(TESTFLAGS) ./test/e2e
 
 .PHONY: race
 race: root ## The same with the race detector

@@ -28,10 +28,15 @@ group() {
 	objects)
 		echo clang-16=clang-16 /usr/include/bpf/bpf_helpers.h=libbpf-dev /usr/include/linux/bpf.h=linux-libc-dev
 		;;
+	# A node of test/e2e: its runtime and CNI plugins, and what its scripts and kube-proxy run.
+	e2e)
+		echo containerd=containerd runc=runc /usr/lib/cni/bridge=containernetworking-plugins
+		echo ip=iproute2 nft=nftables iptables=iptables nsenter=util-linux openssl=openssl curl=curl sysctl=procps
+		;;
 	lint) echo shellcheck=shellcheck ;;
 	vm) echo qemu-system-x86_64=qemu-system-x86 xz=xz-utils ;;
 	*)
-		echo "install-deps.sh: unknown group '$1'; there are test, race, format, generate, objects, lint and vm" >&2
+		echo "install-deps.sh: unknown group '$1'; there are test, race, e2e, format, generate, objects, lint and vm" >&2
 		exit 2
 		;;
 	esac

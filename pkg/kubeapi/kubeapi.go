@@ -96,6 +96,13 @@ func (c *Client) DaemonSet(ctx context.Context, namespace, name string) (*appsv1
 	return &ds, c.apps.Get().Namespace(namespace).Resource("daemonsets").Name(name).Do(ctx).Into(&ds)
 }
 
+// DeleteDaemonSet has a DaemonSet deleted once its pods are gone; until then it is there, with a time of deletion.
+func (c *Client) DeleteDaemonSet(ctx context.Context, namespace, name string) error {
+	foreground := metav1.DeletePropagationForeground
+	return c.apps.Delete().Namespace(namespace).Resource("daemonsets").Name(name).
+		Body(&metav1.DeleteOptions{PropagationPolicy: &foreground}).Do(ctx).Error()
+}
+
 // PatchPodStatus changes a pod's status, or its annotations, by a JSON merge patch on pods/status, and returns the pod as it is then.
 func (c *Client) PatchPodStatus(ctx context.Context, namespace, name string, patch []byte) (*corev1.Pod, error) {
 	var pod corev1.Pod

@@ -37,7 +37,7 @@ const (
 
 // built is what all clusters have in common.
 var built struct {
-	kube, app string
+	kube, app, helm string
 	// images are archives that each node loads.
 	images []string
 }
@@ -65,6 +65,13 @@ func TestMain(m *testing.M) {
 func build(ctx context.Context, dir string) (err error) {
 	if built.kube, err = kube.Binary(ctx, os.Stderr); err != nil {
 		return err
+	}
+	built.helm = filepath.Join(dir, "helm")
+	helm := exec.CommandContext(ctx, "go", "build", "-o", built.helm, "helm.sh/helm/v4/cmd/helm")
+	helm.Dir = "../chart"
+	helm.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := helm.CombinedOutput(); err != nil {
+		return fmt.Errorf("build Helm: %w\n%s", err, out)
 	}
 	for _, program := range []struct {
 		base, module, flags, image string
@@ -258,6 +265,14 @@ func (c *cluster) must(node string, args ...string) string {
 func (c *cluster) kubectl(args ...string) string {
 	c.t.Helper()
 	return c.must("node1", append([]string{"kubectl"}, args...)...)
+}
+
+// helm is run with success, as the cluster's administrator.
+func (c *cluster) helm(args ...string) string {
+	c.t.Helper()
+	return c.must("node1", append([]string{
+		"env", "HOME=/run/helm", "KUBECONFIG=" + stateDir + "/pki/admin.kubeconfig", built.helm,
+	}, args...)...)
 }
 
 // apply makes what a manifest says.

@@ -34,6 +34,7 @@ func TestOneNode(t *testing.T) {
 		{"kinds of workloads", kinds},
 		{"services", services},
 		{"labels come and go", labels},
+		{"each capability is needed", capabilities},
 		{"the agent is upgraded under traffic", upgrade},
 		{"the agent crashes", crashes},
 		{"a cron job", cronJob},

@@ -133,17 +133,7 @@ func uninstall(c *cluster, before map[string]string) {
 
 	c.uninstall()
 
-	// What is left, and what not.
-	if diff := cmp.Diff(before, c.look()); diff != "" {
-		c.t.Errorf("left on the nodes (- before, + after):\n%s", diff)
-	}
-	for _, pod := range []corev1.Pod{web, set} {
-		if diff := cmp.Diff(c.lookInto(stranger), c.lookInto(pod)); diff != "" {
-			c.t.Errorf("left in %s (- a plain pod's, + its):\n%s", pod.Name, diff)
-		}
-	}
-	c.wantAnnotation(shop, "app=web", "")
-	c.wantAnnotation(shop, "app=set", "")
+	c.wantNothingLeft(before, stranger, web, set)
 
 	// Pods go on, and new ones start, as plain ones.
 	records := len(c.records())
@@ -171,6 +161,25 @@ func uninstall(c *cluster, before map[string]string) {
 	c.mustGet(web, "http://"+outside+":8080/")
 	if got := proxied(c.records()[start:], web, nodeproxy.Outbound, 8080); len(got) != 1 {
 		c.t.Errorf("after it was installed again the proxy has had %+v", got)
+	}
+}
+
+// wantNothingLeft compares the nodes with what they were before, and pods that are not captured any more with a plain one.
+func (c *cluster) wantNothingLeft(before map[string]string, plainPod corev1.Pod, pods ...corev1.Pod) {
+	c.t.Helper()
+	if diff := cmp.Diff(before, c.look()); diff != "" {
+		c.t.Errorf("left on the nodes (- before, + after):\n%s", diff)
+	}
+	for _, pod := range pods {
+		if diff := cmp.Diff(c.lookInto(plainPod), c.lookInto(pod)); diff != "" {
+			c.t.Errorf("left in %s (- a plain pod's, + its):\n%s", pod.Name, diff)
+		}
+		now := c.pods(pod.Namespace, "app="+pod.Labels["app"])
+		for _, p := range now {
+			if value, ok := p.Annotations[annotation]; ok {
+				c.t.Errorf("%s has the annotation %q still", p.Name, value)
+			}
+		}
 	}
 }
 

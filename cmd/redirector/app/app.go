@@ -124,7 +124,7 @@ called wrongly, and then says why in one line on standard error. "check" has mor
 	for _, cmd := range []*cobra.Command{
 		newAgent(env), newEnroll(env), newSet(env), newUnenroll(env), newPods(env), newPod(env), newStatus(env), newCheck(env),
 		newExplain(env), newVerify(env), newMonitor(env), newBugreport(env), newDial(env),
-		newCleanup(env), newVersion(env), newCNI(), newInstall(env), newUninstall(env), newCompletion(env),
+		newCleanup(env), newVersion(env), newCNI(), newInstall(env), newUninstall(env), newWithdraw(env), newCompletion(env),
 	} {
 		if cmd.Args == nil {
 			cmd.Args = noArgs

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
@@ -62,7 +63,7 @@ func (o *cleanupOptions) clean() (err error) {
 		// Last: no agent must start before all is gone.
 		defer func() {
 			err = errors.Join(err, lock.release())
-			_ = os.Remove(o.runDir) // fails if there is something of others in it
+			removeRunDir(o.runDir)
 		}()
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("look at run-dir %s: %w", o.runDir, err)
@@ -87,4 +88,26 @@ func (o *cleanupOptions) clean() (err error) {
 		err = nil // of another agent, as istio-cni's, which has taken over
 	}
 	return errors.Join(err, sockfile.RemoveStale("unix", socketIn(o.runDir)))
+}
+
+// removeRunDir removes the run-dir unless there is something of others in it. In a container it is a mount, which stays, of a directory
+// on the node, which goes.
+func removeRunDir(dir string) {
+	if err := os.Remove(dir); !errors.Is(err, unix.EBUSY) && !errors.Is(err, unix.EROFS) {
+		return
+	}
+	node, err := os.Open("/proc/1/root")
+	if err != nil {
+		return
+	}
+	defer node.Close()
+	// As pid 1 sees it: /var/run is usually a link, and its target begins with a slash.
+	parent, err := unix.Openat2(int(node.Fd()), filepath.Dir(dir), &unix.OpenHow{
+		Flags: unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT,
+	})
+	if err != nil {
+		return
+	}
+	defer unix.Close(parent)
+	_ = unix.Unlinkat(parent, filepath.Base(dir), unix.AT_REMOVEDIR)
 }

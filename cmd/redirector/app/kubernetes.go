@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/transport"
 	"k8s.io/klog/v2"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
@@ -41,6 +42,8 @@ const (
 	// leaveTimeout bounds how long the agent, when told to stop, asks whether it will come back. Of the 30 s that a pod has to
 	// stop, most is left for cleaning up.
 	leaveTimeout = 5 * time.Second
+	// runtimeAgain is the pause between two tries to learn the node's container runtime.
+	runtimeAgain = 5 * time.Second
 	// removeTimeout bounds how long it removes annotations then.
 	removeTimeout = 10 * time.Second
 )
@@ -94,7 +97,9 @@ type kubernetesAgent struct {
 	installer *cni.Installer // nil: none
 	// installed is what became of the last look at the plugin's installation; nil before the first.
 	installed atomic.Pointer[error]
-	watcher   *podwatch.Watcher
+	// runtime is the node's container runtime with its version, as "containerd://1.7.1"; nil while it is not known.
+	runtime atomic.Pointer[string]
+	watcher *podwatch.Watcher
 }
 
 // prepare does all that may fail. With standalone there is nothing but health checks, if they were asked for.
@@ -184,28 +189,36 @@ func (a *kubernetesAgent) configure(runDir string) error {
 }
 
 // connect makes the client, which does not connect before it is used.
-func (a *kubernetesAgent) connect() error {
+func (a *kubernetesAgent) connect() (err error) {
+	klog.SetSlogLogger(a.log)
+	a.client, err = connectAPI(a.opts.kubeconfig, "use --standalone", a.health.Wrap)
+	return err
+}
+
+// connectAPI makes a client by a kubeconfig or, without, by the pod's service account; otherwise says what else can be done.
+func connectAPI(kubeconfig, otherwise string, wrap transport.WrapperFunc) (*kubeapi.Client, error) {
 	var config *rest.Config
 	var err error
-	if path := a.opts.kubeconfig; path != "" {
-		config, err = clientcmd.BuildConfigFromFlags("", path)
+	if kubeconfig != "" {
+		config, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
 		if err != nil {
-			return usagef("bad --kubeconfig %s: %w", path, err)
+			return nil, usagef("bad --kubeconfig %s: %w", kubeconfig, err)
 		}
 	} else if config, err = rest.InClusterConfig(); err != nil {
-		return usagef("reach the API server: %w: run this as a pod with a service account, name a file with --kubeconfig, "+
-			"or use --standalone", err)
+		return nil, usagef("reach the API server: %w: run this as a pod with a service account, name a file with --kubeconfig, or %s", err, otherwise)
 	}
 	config.QPS, config.Burst = clientQPS, clientBurst
 	config.ContentType = runtime.ContentTypeProtobuf
 	config.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
 	config.UserAgent = "redirector"
-	config.Wrap(a.health.Wrap)
-	klog.SetSlogLogger(a.log)
-	if a.client, err = kubeapi.New(config); err != nil {
-		return usagef("bad --kubeconfig %s: %w", a.opts.kubeconfig, err)
+	if wrap != nil {
+		config.Wrap(wrap)
 	}
-	return nil
+	client, err := kubeapi.New(config)
+	if err != nil {
+		return nil, usagef("bad --kubeconfig %s: %w", kubeconfig, err)
+	}
+	return client, nil
 }
 
 // close gives back what prepare has opened.
@@ -240,6 +253,7 @@ func (a *kubernetesAgent) repaired(uid string, kind enroll.Repair) {
 func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
 	if a.watcher != nil {
 		group.Go(func() error { return a.watcher.Run(ctx) })
+		group.Go(func() error { return a.learnRuntime(ctx) })
 		group.Go(func() error { return cni.NewServer(a.watcher, a.log).Serve(ctx, a.plugins) })
 	}
 	if a.installer != nil {
@@ -255,6 +269,32 @@ func (a *kubernetesAgent) serve(ctx context.Context, group *errgroup.Group) {
 	if a.listener != nil {
 		group.Go(func() error { return serveHealth(ctx, a.listener, a.conditions(), a.log) })
 	}
+}
+
+// learnRuntime asks which container runtime the node has, again until that is known. It is needed when the agent may have no right any
+// more to ask.
+func (a *kubernetesAgent) learnRuntime(ctx context.Context) error {
+	for {
+		node, err := a.client.Node(ctx, a.opts.node)
+		if err == nil {
+			a.runtime.Store(&node.Status.NodeInfo.ContainerRuntimeVersion)
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(runtimeAgain):
+		}
+	}
+}
+
+// keepBinary says whether the plugin's binary may have to stay for containers that were added by it: containerd deletes them by the
+// configuration that is there then, and other runtimes, and Multus, by the one that was.
+func (a *kubernetesAgent) keepBinary() cni.KeepBinary {
+	if runtime := a.runtime.Load(); a.opts.chained && runtime != nil && strings.HasPrefix(*runtime, "containerd://") {
+		return cni.KeepNever
+	}
+	return cni.KeepIfCached
 }
 
 // conditions are what must be so for the agent to be ready.
@@ -307,7 +347,7 @@ func (a *kubernetesAgent) leaves(ctx context.Context) bool {
 	}
 	a.log.Info("everything is removed from the node", "reason", why)
 	if a.installer != nil {
-		if _, err := a.installer.Uninstall(cni.KeepIfCached); err != nil {
+		if _, err := a.installer.Uninstall(a.keepBinary()); err != nil {
 			a.log.Error("cannot take the CNI plugin off the node: use redirector uninstall", "error", oneLine(err))
 		}
 	}
