@@ -323,6 +323,11 @@ int redir_seal(struct __sk_buff *skb)
 	__u64 cookie = pod_netns_cookie(), link_header;
 
 	asm volatile("%0 = %1 ll" : "=r"(link_header) : "i"(LINK_HEADER_IMMEDIATE));
+	/*
+	 * Without the JIT the program that is called gets the stack of the one that calls it, whatever it needs, and writes past its
+	 * end (seen on 7.3: the kernel panics). So this one takes all that there is.
+	 */
+	asm volatile("*(u64 *)(r10 - 512) = %0" : : "r"(link_header) : "memory");
 	skb->cb[CB_COOKIE_LOW] = cookie;
 	skb->cb[CB_COOKIE_HIGH] = cookie >> 32;
 	skb->cb[CB_LINK_HEADER] = link_header;

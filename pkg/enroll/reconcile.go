@@ -25,7 +25,7 @@ const (
 	reconcileEvery = 3 * time.Second
 	// fullLookEvery is at every how many of these looks a pod's interfaces, rules and routes are listed, though netlink has told
 	// of no change. The pods take turns.
-	fullLookEvery = 40
+	fullLookEvery = 100
 	// unnamedEvery is at every how many looks pods are looked for that the kernel alone knows, and whose namespace is gone. That takes
 	// a look at all processes for each.
 	unnamedEvery = 3

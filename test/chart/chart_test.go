@@ -109,7 +109,7 @@ func wantFile(t *testing.T, path, text string) {
 func objects(t *testing.T, text string) map[string]*unstructured.Unstructured {
 	t.Helper()
 	all := map[string]*unstructured.Unstructured{}
-	for _, document := range strings.Split(text, "\n---\n") {
+	for document := range strings.SplitSeq(text, "\n---\n") {
 		var object map[string]any
 		if err := yaml.UnmarshalStrict([]byte(document), &object); err != nil {
 			t.Fatalf("%v in\n%s", err, document)
@@ -555,7 +555,7 @@ func TestTheREADMENamesAllValuesOfIstioCNI(t *testing.T) {
 	readme := read(t, dir+"/README.md")
 	_, table, _ := strings.Cut(readme, "## Values of istio-cni")
 	named := map[string]bool{}
-	for _, line := range strings.Split(table, "\n") {
+	for line := range strings.SplitSeq(table, "\n") {
 		cell, _, _ := strings.Cut(strings.TrimPrefix(line, "|"), "|")
 		for _, quoted := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(cell, -1) {
 			if strings.HasPrefix(line, "|") {
