@@ -3,7 +3,9 @@
 package main
 
 import (
+	"encoding/json"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -49,25 +51,65 @@ func forTest(t *testing.T, name string) *subject {
 // A rule set that has lost a rule is noticed, in both families: what is timed is never something else.
 func TestARuleThatIsMissingIsNoticed(t *testing.T) {
 	for _, r := range ruleSets {
-		t.Run(r.name, func(t *testing.T) {
-			s := forTest(t, r.name)
-			if err := r.remove(s.Bed, s.pod); err != nil {
-				t.Fatal(err)
-			}
-			for _, sc := range quickScenarios() {
+		s := forTest(t, r.name)
+		for _, c := range []struct {
+			what     string
+			iptables string // the beginning of the rule
+			nft      string
+			scenario scenario
+		}{
+			{"outbound", "-A OUTPUT ! -d {{.Loopback}} -p tcp -m mark", "redirect to :15001", scenario{outbound, false, workConnect, 1, small}},
+			{"inbound", "-A PREROUTING ! -d", "redirect to :15006", scenario{inbound, false, workConnect, 1, small}},
+			{"DNS", "-A OUTPUT ! -o lo -p udp", "oifname != \"lo\" udp", scenario{outbound, false, workDNS, 1, dnsQuery}},
+			{"probe", "-A PREROUTING -s", "saddr", scenario{probe, false, workConnect, 1, small}},
+			{"the mark of the connection", "-A PREROUTING -m mark", "ct mark set", scenario{inbound, false, workConnect, 1, small}},
+			{"the mark of answers", "-A OUTPUT -m connmark", "meta mark set ct mark", scenario{inbound, false, workConnect, 1, small}},
+		} {
+			t.Run(r.name+"/"+c.what, func(t *testing.T) {
+				without(t, s, r, c.iptables, c.nft)
 				for _, v6 := range []bool{false, true} {
-					sc.V6 = v6
-					sc.Clients = 1
-					if _, err := s.measure(sc, 0, 1); err == nil && sc.Direction != probe {
-						t.Errorf("%s was measured without the rules", sc)
+					c.scenario.V6 = v6
+					if _, err := s.measure(c.scenario, 0, 1); err == nil {
+						t.Errorf("%s was measured without the rule", c.scenario)
 					}
 				}
+			})
+		}
+	}
+}
+
+// without puts the rules of a pod in anew, and leaves out those that contain the text.
+func without(t *testing.T, s *subject, r ruleSet, iptables, nft string) {
+	t.Helper()
+	if err := r.remove(s.Bed, s.pod); err != nil {
+		t.Fatal(err)
+	}
+	if err := addReplyRoutes(s.pod); err != nil {
+		t.Fatal(err)
+	}
+	texts, err := r.texts("pod", s.pod)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range texts {
+		absent := nft
+		if r.native == "" {
+			absent = strings.ReplaceAll(iptables, "{{.Loopback}}", []string{"127.0.0.1", "::1"}[i])
+		}
+		var kept []string
+		lines := strings.Split(texts[i], "\n")
+		for _, line := range lines {
+			if !strings.Contains(line, absent) {
+				kept = append(kept, line)
 			}
-			// And what was removed can be put back.
-			if err := r.apply(s.Bed, s.pod); err != nil {
-				t.Fatal(err)
-			}
-		})
+		}
+		if len(kept) == len(lines) {
+			t.Fatalf("there is no rule %q", absent)
+		}
+		texts[i] = strings.Join(kept, "\n")
+	}
+	if err := r.feed(s.Bed, s.pod, texts); err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -149,7 +191,7 @@ func TestEnrolmentsAreTakenApart(t *testing.T) {
 	for _, s := range ours.Steps {
 		names = append(names, s.Name)
 	}
-	for _, step := range []string{"state file", "routing", "seals", "proxy"} {
+	for _, step := range []string{"state file", "routing IPv6", "seal", "proxy"} {
 		if !strings.Contains(strings.Join(names, ", "), step) {
 			t.Errorf("no step %q among %v", step, names)
 		}
@@ -182,6 +224,39 @@ func TestProgramsAreCountedUnderLoad(t *testing.T) {
 	for _, name := range []string{"redir_mark", "redir_steer", "redir_connect4"} {
 		if !seen[name] {
 			t.Errorf("%s has not run: %+v", name, programs)
+		}
+	}
+}
+
+// The whole command, in rounds too short to say anything.
+func TestARunFromEndToEnd(t *testing.T) {
+	o, err := parse([]string{"-rounds=6", "-window=2ms", "-enrolments=1", "-commit=c0ffee"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.scenarios = quickScenarios()
+	o.out, o.history = t.TempDir(), filepath.Join(t.TempDir(), "history.jsonl")
+	if err := bench(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	var r Report
+	if err := json.Unmarshal(read(t, o.out, "bench.json"), &r); err != nil {
+		t.Fatal(err)
+	}
+	if len(r.Rows) != len(o.scenarios)*len(subjectNames) || len(r.Programs) == 0 || r.Machine.Commit != "c0ffee" {
+		t.Errorf("%d rows, %d programs, commit %s", len(r.Rows), len(r.Programs), r.Machine.Commit)
+	}
+	for _, row := range r.Rows {
+		if row.Rate.Median <= 0 || row.CPU.Median <= 0 || row.Rate.Confidence < wanted {
+			t.Errorf("%s, %s: %+v", row.Subject, row.Scenario, row)
+		}
+		if timed := row.Scenario.Work != workStream; timed != (row.P50.Median > 0) {
+			t.Errorf("%s, %s: latency %+v", row.Subject, row.Scenario, row.P50)
+		}
+	}
+	for _, name := range []string{"bench.md", "bench.svg"} {
+		if len(read(t, o.out, name)) == 0 {
+			t.Errorf("%s is empty", name)
 		}
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"path/filepath"
 	"time"
@@ -152,7 +151,7 @@ func newEnroller(ctx context.Context, b *bed.Bed) (*enroller, error) {
 	if err := datapath.Maps().SetConfig(maps.Config{ProxyIdentity: maps.ProxyIdentityMark}); err != nil {
 		return nil, errors.Join(err, datapath.Close())
 	}
-	log := slog.New(slog.NewTextHandler(io.Discard, nil))
+	log := slog.New(slog.DiscardHandler)
 	proxies, err := zds.Listen(zds.Options{Path: b.ZDSSocket, Log: log})
 	if err != nil {
 		return nil, errors.Join(err, datapath.Close())

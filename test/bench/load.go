@@ -53,7 +53,7 @@ func serveLoad(ctx context.Context, control string) error {
 }
 
 // Stats tells of the processor time only.
-func (client) Stats(_ struct{}, out *Stats) error {
+func (client) Stats(_ struct{}, out *Stats) error { //nolint:unparam // net/rpc wants an error
 	out.CPU = cpuTime()
 	return nil
 }
@@ -115,9 +115,14 @@ func (w *worker) did(start time.Time) {
 func (w *worker) dial() (*net.TCPConn, error) {
 	d := net.Dialer{KeepAlive: -1, Timeout: patience}
 	d.SetMultipathTCP(false)
-	c, err := d.DialTCP(context.Background(), "tcp", netip.AddrPort{}, w.Target)
+	// Not DialTCP: that would bind the socket first, and one that is bound is no probe.
+	conn, err := d.Dial("tcp", w.Target.String())
 	if err != nil {
 		return nil, err
+	}
+	c, ok := conn.(*net.TCPConn)
+	if !ok {
+		return nil, errors.Join(fmt.Errorf("connecting made a %T", conn), conn.Close())
 	}
 	w.connections++
 	// Connections are ended by a reset: what waits for late packets would fill the port range, of some subjects sooner than of others.

@@ -61,7 +61,7 @@ func (r *Report) markdown() string {
 		" and %s after. %d rounds of %s.\n\n", m.Commit, m.Kernel, m.Cores, m.CPU, m.Time, m.LoadBefore, m.LoadAfter, r.Rounds, r.Window)
 	fmt.Fprint(&b, "![Rates as ratios to direct](bench.svg)\n\n")
 	r.markdownRatios(&b, "Rate or throughput, as a ratio to direct: more is better",
-		func(row Row) Interval { return row.Rate }, func(row Row) string { return perSecond(row) })
+		func(row Row) Interval { return row.Rate }, perSecond)
 	r.markdownRatios(&b, "Median latency, as a ratio to direct: less is better",
 		func(row Row) Interval { return row.P50 }, func(row Row) string { return fmt.Sprintf("%.1f µs", row.Absolute.P50) })
 	r.markdownRatios(&b, "99th percentile of latency, as a ratio to direct: less is better",

@@ -86,24 +86,33 @@ func (r ruleSet) remove(b *bed.Bed, pod *bed.NS) error {
 
 // load has the programs of the rule set read one of the files of rules.
 func (r ruleSet) load(b *bed.Bed, ns *bed.NS, file string, pod *bed.NS) error {
+	texts, err := r.texts(file, pod)
+	if err != nil {
+		return err
+	}
+	return r.feed(b, ns, texts)
+}
+
+// texts are what the programs of the rule set are to read, in their order.
+func (r ruleSet) texts(file string, pod *bed.NS) ([]string, error) {
 	v4, v6 := addrsOf(pod)
 	if r.native != "" {
 		text, err := render(file+".nft", struct{ V4, V6 ruleAddrs }{v4, v6})
-		if err != nil {
-			return err
-		}
-		return run(b, ns, text, r.native, "-f", "-")
+		return []string{text}, err
 	}
-	for i, addrs := range []ruleAddrs{v4, v6} {
-		text, err := render(file+".iptables", addrs)
-		if err != nil {
-			return err
-		}
-		if err := run(b, ns, text, r.restore[i]); err != nil {
-			return err
-		}
+	text4, err := render(file+".iptables", v4)
+	if err != nil {
+		return nil, err
 	}
-	return nil
+	text6, err := render(file+".iptables", v6)
+	return []string{text4, text6}, err
+}
+
+func (r ruleSet) feed(b *bed.Bed, ns *bed.NS, texts []string) error {
+	if r.native != "" {
+		return run(b, ns, texts[0], r.native, "-f", "-")
+	}
+	return errors.Join(run(b, ns, texts[0], r.restore[0]), run(b, ns, texts[1], r.restore[1]))
 }
 
 func render(file string, data any) (string, error) {

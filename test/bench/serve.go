@@ -217,17 +217,21 @@ func (s *server) forward(c *net.TCPConn, src, dst netip.AddrPort) {
 	}
 	d := net.Dialer{KeepAlive: -1, Control: asProxy}
 	d.SetMultipathTCP(false)
-	local := netip.AddrPort{}
 	if s.spoof {
-		local = netip.AddrPortFrom(src.Addr(), 0)
+		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(src.Addr(), 0))
 	}
-	up, err := d.DialTCP(context.Background(), "tcp", local, dst)
+	conn, err := d.Dial("tcp", dst.String())
 	if err != nil {
 		s.failed(fmt.Errorf("connect to the app at %s as %s: %w", dst, src.Addr(), err))
 		_ = c.SetLinger(0)
 		return
 	}
-	defer up.Close()
+	defer conn.Close()
+	up, ok := conn.(*net.TCPConn)
+	if !ok {
+		s.failed(fmt.Errorf("connecting to the app made a %T", conn))
+		return
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)

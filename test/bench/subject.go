@@ -78,13 +78,13 @@ func (s *subject) setUp(ctx context.Context) error {
 		ns     *bed.NS
 		group  string
 		role   string
-	}{{&s.proxy, s.pod, "proxy", roleProxy}, {&s.app, s.pod, "pod", roleApp}} {
+	}{{&s.proxy, s.pod, "proxy", roleProxy}, {&s.app, s.pod, "kubepods/pod", roleApp}} {
 		if *p.client, err = s.start(ctx, p.ns, p.group, p.role, p.role, spoof); err != nil {
 			return err
 		}
 	}
 	for direction, ns := range map[string]*bed.NS{outbound: s.pod, inbound: s.Outside, probe: s.Node} {
-		group := map[string]string{outbound: "pod", inbound: "", probe: "host"}[direction]
+		group := map[string]string{outbound: "kubepods/pod", inbound: "", probe: "host"}[direction]
 		if s.clients[direction], err = s.start(ctx, ns, group, roleLoad+"-"+direction, roleLoad); err != nil {
 			return err
 		}
@@ -108,6 +108,10 @@ func (s *subject) redirect(ctx context.Context) error {
 func (s *subject) enrol(ctx context.Context) error {
 	self, err := os.Executable()
 	if err != nil {
+		return err
+	}
+	// The agent looks for the group of all pods as it starts, and takes no process for the node's own if there is none.
+	if _, err := s.Group("kubepods/pod"); err != nil {
 		return err
 	}
 	agent := []string{self, "agent", "--standalone", "--run-dir", s.RunDir, "--zds-socket", s.ZDSSocket,
