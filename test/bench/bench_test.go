@@ -58,7 +58,8 @@ func TestARuleThatIsMissingIsNoticed(t *testing.T) {
 			nft      string
 			scenario scenario
 		}{
-			{"outbound", "-A OUTPUT ! -d {{.Loopback}} -p tcp -m mark", "redirect to :15001", scenario{outbound, false, workConnect, 1, small}},
+			{"outbound", "-A OUTPUT ! -d {{.Loopback}} -p tcp -m mark", "redirect to :15001",
+				scenario{outbound, false, workConnect, 1, small}},
 			{"inbound", "-A PREROUTING ! -d", "redirect to :15006", scenario{inbound, false, workConnect, 1, small}},
 			{"DNS", "-A OUTPUT ! -o lo -p udp", "oifname != \"lo\" udp", scenario{outbound, false, workDNS, 1, dnsQuery}},
 			{"probe", "-A PREROUTING -s", "saddr", scenario{probe, false, workConnect, 1, small}},
@@ -262,7 +263,9 @@ func TestARunFromEndToEnd(t *testing.T) {
 }
 
 func TestAJobThatMakesNoSenseIsRefused(t *testing.T) {
-	for _, job := range []Job{{}, {Work: workEcho, Clients: 1}, {Work: workEcho, Size: 1}, {Work: workEcho, Clients: 1, Size: maxMessage + 1}} {
+	for _, job := range []Job{
+		{}, {Work: workEcho, Clients: 1}, {Work: workEcho, Size: 1}, {Work: workEcho, Clients: 1, Size: maxMessage + 1},
+	} {
 		var r Result
 		if err := (client{}).Run(job, &r); err == nil {
 			t.Errorf("%+v was done", job)

@@ -46,8 +46,8 @@ func (e *Enrolment) compared() float64 {
 	return e.EnrolP50
 }
 
-// enrolments enrols and removes a pod again and again, in turn with each subject. Another pod is there all the time: the first of all
-// pays for what the kernel does once.
+// enrolments enrols and removes a pod again and again, in turn with each subject. Another pod is there all the time: the first of
+// all pays for what the kernel does once.
 func enrolments(ctx context.Context, count int) (all []Enrolment, err error) {
 	b, err := bed.New(bed.Options{})
 	if err != nil {

@@ -3,8 +3,8 @@
 // Command bench compares Redirector with no redirection at all and with three rule sets of netfilter that make the same decisions.
 //
 // Each subject is a pod in namespaces of its own with the same app, the same proxy and the same clients, which are this program in
-// other roles. In each round every scenario is run with every subject, in a random order, so that what disturbs the machine disturbs
-// all; what counts is the ratio to direct within a round. A connection that does not go where it should fails the run.
+// other roles. In each round every scenario is run with every subject, in a random order, so that what disturbs the machine
+// disturbs all; what counts is the ratio to direct within a round. A connection that does not go where it should fails the run.
 //
 // It needs root, Linux 6.1 and iptables and nft, and touches nothing but namespaces that it makes itself.
 package main

@@ -40,8 +40,8 @@ func programIDs() (map[ebpf.ProgramID]bool, error) {
 	}
 }
 
-// runTimes has the kernel count what our programs do (BPF_ENABLE_STATS, Linux 5.8). That costs something itself, so it is done when all
-// else has been measured. before are the programs of others.
+// runTimes has the kernel count what our programs do (BPF_ENABLE_STATS, Linux 5.8). That costs something itself, so it is done when
+// all else has been measured. before are the programs of others.
 func runTimes(subjects []*subject, o options, before map[ebpf.ProgramID]bool) ([]Program, error) {
 	now, err := programIDs()
 	if err != nil {

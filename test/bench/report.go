@@ -57,8 +57,8 @@ func (r *Report) append(file string) error {
 func (r *Report) markdown() string {
 	var b strings.Builder
 	m := r.Machine
-	fmt.Fprintf(&b, "# Measured against the alternatives\n\nMade by `make bench`: commit %s, kernel %s, %d cores of %s, %s, load %s before"+
-		" and %s after. %d rounds of %s.\n\n", m.Commit, m.Kernel, m.Cores, m.CPU, m.Time, m.LoadBefore, m.LoadAfter, r.Rounds, r.Window)
+	fmt.Fprintf(&b, "# Measured against the alternatives\n\nMade by `make bench`: commit %s, kernel %s, %d cores of %s, %s,"+
+		" load %s before and %s after. %d rounds of %s.\n\n", m.Commit, m.Kernel, m.Cores, m.CPU, m.Time, m.LoadBefore, m.LoadAfter, r.Rounds, r.Window)
 	fmt.Fprint(&b, "![Rates as ratios to direct](bench.svg)\n\n")
 	r.markdownRatios(&b, "Rate or throughput, as a ratio to direct: more is better",
 		func(row Row) Interval { return row.Rate }, perSecond)
@@ -82,7 +82,8 @@ func perSecond(row Row) string {
 
 // markdownRatios is a table with a line for each scenario in which there is something to compare.
 func (r *Report) markdownRatios(b *strings.Builder, title string, ratio func(Row) Interval, absolute func(Row) string) {
-	fmt.Fprintf(b, "## %s\n\nMedians of the ratios within a round, and in brackets where the true one is with 95 %% confidence.\n\n", title)
+	fmt.Fprintf(b, "## %s\n\nMedians of the ratios within a round, and in brackets where the true one is with"+
+		" 95 %% confidence.\n\n", title)
 	fmt.Fprintf(b, "| | %s |\n|---|%s\n", strings.Join(subjectNames, " | "), strings.Repeat("---:|", len(subjectNames)))
 	for _, row := range r.Rows {
 		if row.Subject == direct {
@@ -103,8 +104,9 @@ func (r *Report) markdownRatios(b *strings.Builder, title string, ratio func(Row
 }
 
 func (r *Report) markdownEnrolments(b *strings.Builder) {
-	fmt.Fprint(b, "## Enrolment, in microseconds\n\nOf Redirector, \"compared\" is all that capture needs, without the state file and without asking"+
-		" a proxy: the rule sets do neither.\n\n| | compared p50 | enrol p50 | enrol p99 | unenrol p50 | unenrol p99 |\n|---|---:|---:|---:|---:|---:|\n")
+	fmt.Fprint(b, "## Enrolment, in microseconds\n\nOf Redirector, \"compared\" is all that capture needs, without the state file and"+
+		" without asking a proxy: the rule sets do neither.\n\n"+
+		"| | compared p50 | enrol p50 | enrol p99 | unenrol p50 | unenrol p99 |\n|---|---:|---:|---:|---:|---:|\n")
 	for i := range r.Enrolments {
 		e := &r.Enrolments[i]
 		fmt.Fprintf(b, "| %s | %.0f | %.0f | %.0f | %.0f | %.0f |\n",
@@ -120,8 +122,8 @@ func (r *Report) markdownEnrolments(b *strings.Builder) {
 }
 
 func (r *Report) markdownPrograms(b *strings.Builder) {
-	fmt.Fprint(b, "## BPF programs\n\nAs the kernel counts, with what counting costs, over all scenarios once. What a program tail-calls is"+
-		" counted as its own.\n\n| program | instructions | verified | runs | ns per run |\n|---|---:|---:|---:|---:|\n")
+	fmt.Fprint(b, "## BPF programs\n\nAs the kernel counts, with what counting costs, over all scenarios once. What a program tail-calls"+
+		" is counted as its own.\n\n| program | instructions | verified | runs | ns per run |\n|---|---:|---:|---:|---:|\n")
 	for _, p := range r.Programs {
 		fmt.Fprintf(b, "| `%s` | %d | %d | %d | %.0f |\n", p.Name, p.Translated, p.Verified, p.Runs, p.Nanoseconds)
 	}
@@ -165,6 +167,7 @@ func (r *Report) plot(file string) error {
 	p.NominalX(names...)
 	p.X.Tick.Label.Rotation = 1.1
 	p.X.Tick.Label.XAlign, p.X.Tick.Label.YAlign = -1, -0.5
+	p.Y.Max *= 1.25 // room for the legend
 	return p.Save(vg.Points(80+pitch*float64(len(names))), 14*vg.Centimeter, file)
 }
 

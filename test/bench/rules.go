@@ -29,7 +29,8 @@ var ruleFiles embed.FS
 // ruleSet is one way to have netfilter make the decisions.
 type ruleSet struct {
 	name string
-	// restore are the programs that take the rules of IPv4 and of IPv6; native is the one that takes both, and then there is no restore.
+	// restore are the programs that take the rules of IPv4 and of IPv6; native is the one that takes both, and
+	// then there is no restore.
 	restore [2]string
 	native  string
 }

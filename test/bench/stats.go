@@ -33,8 +33,8 @@ type Interval struct {
 // wanted is the confidence that is asked for.
 const wanted = 0.95
 
-// fewest is how many values a median needs for bounds with that confidence: with n values the chance that all are on one side of it is
-// 2 to the power 1-n.
+// fewest is how many values a median needs for bounds with that confidence: with n values the chance that all are on one side of it
+// is 2 to the power 1-n.
 const fewest = 6
 
 // interval assumes nothing of how the values are distributed.

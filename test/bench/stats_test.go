@@ -101,9 +101,12 @@ func made(rates, latency float64) *Report {
 	}
 	return &Report{
 		Machine: machine("0123456789abcdef"), Rounds: fewest, Window: time.Second.String(),
-		Rows:       rows([]scenario{sc}, subjectNames, measured),
-		Enrolments: []Enrolment{{Subject: redirector, EnrolP50: 900, DatapathP50: 700, Steps: []Step{{"seals", 1, 2}}}, {Subject: nativeNFT, EnrolP50: 9000}},
-		Programs:   []Program{{"redir_mark", 100, 200, 300, 40}},
+		Rows: rows([]scenario{sc}, subjectNames, measured),
+		Enrolments: []Enrolment{
+			{Subject: redirector, EnrolP50: 900, DatapathP50: 700, Steps: []Step{{"seals", 1, 2}}},
+			{Subject: nativeNFT, EnrolP50: 9000},
+		},
+		Programs: []Program{{"redir_mark", 100, 200, 300, 40}},
 	}
 }
 
@@ -142,7 +145,8 @@ func TestTheReportIsWritten(t *testing.T) {
 	page := string(read(t, dir, "bench.md"))
 	for _, want := range []string{
 		"commit 0123456789abcdef", "kernel " + r.Machine.Kernel,
-		"| outbound IPv4 connect ×16 64 B | 1000/s | 0.980 (0.980–0.980) | 1.000 (1.000–1.000) | 1.000 (1.000–1.000) | 1.000 (1.000–1.000) |\n",
+		"| outbound IPv4 connect ×16 64 B | 1000/s | 0.980 (0.980–0.980) |" +
+			" 1.000 (1.000–1.000) | 1.000 (1.000–1.000) | 1.000 (1.000–1.000) |\n",
 		"| redirector | 700 | 900 |", "| nftables | 9000 | 9000 |", "| seals | 1 | 2 |", "| `redir_mark` | 100 | 200 | 300 | 40 |",
 	} {
 		if !strings.Contains(page, want) {

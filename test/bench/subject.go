@@ -151,8 +151,8 @@ func specOf(pod *bed.NS) enroll.Spec {
 	}
 }
 
-// startIn starts this program in another role: in a group below the bed's cgroup, where the dataplane sees it, or, without a name of
-// one or for the other subjects, beside it.
+// startIn starts this program in another role: in a group below the bed's cgroup, where the dataplane sees it, or, without a name
+// of one or for the other subjects, beside it.
 func (s *subject) startIn(ns *bed.NS, group, name string, argv []string, role string) (*bed.Proc, error) {
 	env := []string{roleVariable + "=" + role}
 	if group == "" || s.name != redirector {
@@ -254,8 +254,8 @@ func (s *subject) snapshot(direction string) (snapshot, error) {
 	return n, err
 }
 
-// measure runs a scenario, and sees that every connection of it went where it should: each was counted by the proxy or, of probes, by
-// the app alone, and the last had the right original destination.
+// measure runs a scenario, and sees that every connection of it went where it should: each was counted by the proxy or, of probes,
+// by the app alone, and the last had the right original destination.
 func (s *subject) measure(sc scenario, duration time.Duration, count int) (Measured, error) {
 	fail := func(err error) (Measured, error) { return Measured{}, fmt.Errorf("%s, %s: %w", s.name, sc, err) }
 	before, err := s.snapshot(sc.Direction)
