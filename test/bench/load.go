@@ -98,12 +98,12 @@ type worker struct {
 	took                    []time.Duration
 }
 
-// more says whether there is another operation to do.
+// more says whether there is another operation to do. One is done in any case, however late it has become meanwhile.
 func (w *worker) more() bool {
 	if w.Count > 0 {
 		return w.ops < uint64(w.Count)
 	}
-	return time.Now().Before(w.end)
+	return w.ops == 0 || time.Now().Before(w.end)
 }
 
 func (w *worker) did(start time.Time) {

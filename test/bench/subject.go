@@ -69,6 +69,14 @@ func (s *subject) setUp(ctx context.Context) error {
 	if s.pod, err = s.Pod("pod", bed.PodOptions{}); err != nil {
 		return err
 	}
+	// A proxy that connects to the app as the peer may get the port of another connection of that peer's. By chance that is rare, but
+	// not with as many connections as here, and what becomes of it is no matter of speed: so no two get the same.
+	if err := errors.Join(
+		s.Outside.SetSysctl("net.ipv4.ip_local_port_range", "4096 32767"),
+		s.pod.SetSysctl("net.ipv4.ip_local_port_range", "32768 60999"),
+	); err != nil {
+		return err
+	}
 	if err := s.redirect(ctx); err != nil {
 		return err
 	}
@@ -265,7 +273,8 @@ func (s *subject) measure(sc scenario, duration time.Duration, count int) (Measu
 	var r Result
 	job := Job{Work: sc.Work, Target: s.target(sc), Clients: sc.Clients, Size: sc.Size, Duration: duration, Count: count}
 	if err := s.clients[sc.Direction].Call("Bench.Run", job, &r); err != nil {
-		return fail(err)
+		_, why := s.snapshot(sc.Direction) // what a server has to say is nearer to the cause
+		return fail(errors.Join(err, why))
 	}
 	after, err := s.snapshot(sc.Direction)
 	if err != nil {
