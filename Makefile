@@ -26,7 +26,7 @@ GOLANGCI_VERSION := v2.15.0
 GOLANGCI = $(REDIRECTOR_CACHE)/golangci-lint-$(GOLANGCI_VERSION)-$(shell go env GOVERSION)/golangci-lint
 
 # What wants other versions of libraries than Redirector has a module of its own. make test tests them after all else.
-MODULES := deploy/image test/chart test/e2e/app
+MODULES := deploy/image test/chart test/e2e/app test/bench
 define newline
 
 
@@ -90,9 +90,28 @@ race: root ## The same with the race detector
 	@hack/install-deps.sh race
 	CGO_ENABLED=1 go test -race -count=1 -timeout=40m $(TESTFLAGS) $(PKG)
 
+# Some ten minutes on a machine that does nothing else; BENCHFLAGS=-help shows the flags. With PKG=./test/scale, that package's Go
+# benchmarks.
+BENCHFLAGS ?=
 .PHONY: bench
-bench: root ## Run the benchmarks on this machine's kernel (root)
+bench: root ## Compare with no redirection, iptables and nftables: docs/performance (root); or PKG=./test/scale
+ifeq ($(PKG),./...)
+	$(BENCHBUILD)
+	bin/bench -commit '$(VERSION)' -out docs/performance $(BENCHFLAGS)
+else
 	go test -run='^$$' -bench=. -benchmem -timeout=30m $(TESTFLAGS) $(PKG)
+endif
+
+.PHONY: bench-quick
+bench-quick: root ## The same in a minute, to see a disaster (root)
+	$(BENCHBUILD)
+	bin/bench -commit '$(VERSION)' -quick -check $(BENCHFLAGS)
+
+define BENCHBUILD
+@hack/install-deps.sh bench
+@mkdir -p bin
+cd test/bench && CGO_ENABLED=0 go build -buildvcs=false -o ../../bin/bench .
+endef
 
 .PHONY: mutate
 mutate: root ## Take rules out one by one, and see a test fail for each (root, clang)

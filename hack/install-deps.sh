@@ -13,12 +13,15 @@ group() {
 	test)
 		echo /usr/lib/cni/bridge=containernetworking-plugins iptables=iptables
 		group objects
+		group bench
 		echo haproxy=haproxy dig=bind9-dnsutils musl-gcc=musl-tools gcc=gcc python3=python3 unshare=util-linux mount=mount
 		;;
 	race)
 		group test
 		echo /usr/include/stdlib.h=libc6-dev
 		;;
+	# The rule sets that test/bench compares with.
+	bench) echo iptables-legacy-restore=iptables iptables-nft-restore=iptables nft=nftables ;;
 	format) echo clang-format-19=clang-format-19 ;;
 	generate)
 		echo clang-19=clang-19 llvm-strip-19=llvm-19 protoc=protobuf-compiler
@@ -36,7 +39,7 @@ group() {
 	lint) echo shellcheck=shellcheck ;;
 	vm) echo qemu-system-x86_64=qemu-system-x86 xz=xz-utils ;;
 	*)
-		echo "install-deps.sh: unknown group '$1'; there are test, race, e2e, format, generate, objects, lint and vm" >&2
+		echo "install-deps.sh: unknown group '$1'; there are test, race, bench, e2e, format, generate, objects, lint and vm" >&2
 		exit 2
 		;;
 	esac
