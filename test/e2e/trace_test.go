@@ -67,11 +67,11 @@ func (c *cluster) attached(node string) (n int) {
 		}
 		err := filepath.WalkDir(group, func(path string, d os.DirEntry, err error) error {
 			if err != nil || !d.IsDir() {
-				return nil //nolint:nilerr // gone meanwhile
+				return nil // gone meanwhile
 			}
 			dir, err := os.Open(path)
 			if err != nil {
-				return nil //nolint:nilerr // likewise
+				return nil // likewise
 			}
 			defer dir.Close()
 			for _, attach := range attachTypes {

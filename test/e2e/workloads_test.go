@@ -49,8 +49,8 @@ spec:
 
 // container is one of app's, in a pod's spec. args are words; more is put behind.
 func container(name, args, more string) string {
-	return fmt.Sprintf(`{name: %s, image: "localhost/app:1", imagePullPolicy: Never, args: ["%s"]%s}`,
-		name, strings.ReplaceAll(args, " ", `", "`), more)
+	return fmt.Sprintf(`{name: %s, image: "localhost/app:1", imagePullPolicy: Never, args: [%s]%s}`,
+		name, `"`+strings.ReplaceAll(args, " ", `", "`)+`"`, more)
 }
 
 // workload is a Deployment, or the like, of pods with one container; podSpec is put into their spec.

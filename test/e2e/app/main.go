@@ -30,8 +30,9 @@ const timeout = 5 * time.Second
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
-	defer stop()
-	if err := run(ctx, os.Args[1:]); err != nil {
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
@@ -61,7 +62,7 @@ func run(ctx context.Context, args []string) error {
 func get(ctx context.Context, url string, to io.Writer) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 	if err != nil {
 		return err
 	}
@@ -158,7 +159,9 @@ func load(ctx context.Context, args []string) error {
 	server := &http.Server{ReadTimeout: timeout, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		mu.Lock()
 		defer mu.Unlock()
-		_ = json.NewEncoder(w).Encode(told)
+		if err := json.NewEncoder(w).Encode(told); err != nil {
+			return // whoever asked is gone
+		}
 	})}
 	go func() { _ = server.Serve(l) }()
 	tick := time.NewTicker(*every)
