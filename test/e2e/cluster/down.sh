@@ -4,6 +4,7 @@
 # down.sh [NODE...]: stops nodes, all by default, as a power failure does, and removes their cgroups. It fails when one cannot be
 # removed.
 set -euo pipefail
+# shellcheck source=test/e2e/cluster/env.sh
 . "$(dirname "$0")/env.sh"
 
 # shellcheck disable=SC2086 # a list of words

@@ -3,6 +3,7 @@
 #
 # in.sh COMMAND...: runs a command in the namespaces of node NODE. "kubectl" is the cluster's, as its administrator.
 set -euo pipefail
+# shellcheck source=test/e2e/cluster/env.sh
 . "$(dirname "$0")/env.sh"
 
 if [ "$1" = kubectl ]; then

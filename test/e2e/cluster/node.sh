@@ -5,6 +5,7 @@
 # What it starts and mounts dies with it. The disk is $STATE/NODE/disk; like the state, it is on a file system that can be the upper
 # one of an overlay.
 set -euo pipefail
+# shellcheck source=test/e2e/cluster/env.sh
 . "$(dirname "$0")/env.sh"
 
 : "${NODE:?names the node}"

@@ -3,6 +3,7 @@
 #
 # pki.sh: makes the cluster's keys, certificates and kubeconfigs.
 set -euo pipefail
+# shellcheck source=test/e2e/cluster/env.sh
 . "$(dirname "$0")/env.sh"
 
 mkdir -p "$PKI"

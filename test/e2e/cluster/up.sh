@@ -5,6 +5,7 @@
 # with the disk that it had.
 set -euo pipefail
 cd "$(dirname "$0")"
+# shellcheck source=test/e2e/cluster/env.sh
 . ./env.sh
 
 # shellcheck disable=SC2086 # a list of words
