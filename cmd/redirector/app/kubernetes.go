@@ -43,7 +43,7 @@ const (
 	// stop, most is left for cleaning up.
 	leaveTimeout = 5 * time.Second
 	// runtimeAgain is the pause between two tries to learn the node's container runtime.
-	runtimeAgain = 5 * time.Second
+	runtimeAgain = time.Minute
 	// removeTimeout bounds how long it removes annotations then.
 	removeTimeout = 10 * time.Second
 )
