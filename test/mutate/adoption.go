@@ -95,7 +95,7 @@ func adoptionMutations() []mutation {
 		},
 		{
 			name: "repair: a pod without a name goes though it is there", file: reconcile,
-			old: "\t\tcase err == nil:\n\t\t\t_ = ns.Close()\n\t\tcase !errors.Is(err, podns.ErrGone):", new: "\t\tcase false:\n\t\t\t_ = ns.Close()\n\t\tcase false:",
+			old: "\t\tcase err == nil:\n\t\t\t_ = ns.Close()\n\t\tcase !errors.Is(err, podns.ErrGone):", new: "\t\tcase err == nil && ns == nil:\n\t\t\t_ = ns.Close()\n\t\tcase err != nil && !errors.Is(err, podns.ErrGone):",
 			tests: "TestAPodWithoutANameIsForgotten",
 		},
 		{
