@@ -571,10 +571,13 @@ func (p *pod) hadClsact(l netlink.Link) bool {
 func (e *Enroller) applySeals(p *pod, n *podNet, renew bool) (undo func() error, err error) {
 	var undos undoList
 	for _, l := range n.links {
-		sealed, err := loader.Sealed(n.handle, l)
-		right := sealed
-		if err == nil && sealed && renew {
-			right, err = e.Datapath.CurrentSeal(p.ns, n.handle, l)
+		var sealed, right bool
+		var err error
+		if renew {
+			sealed, right, err = e.Datapath.CurrentSeal(p.ns, n.handle, l)
+		} else {
+			sealed, err = loader.Sealed(n.handle, l)
+			right = sealed
 		}
 		if err == nil && !right {
 			err = e.Datapath.Seal(p.ns, n.handle, l, p.hadClsact(l))

@@ -15,8 +15,6 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
-
-	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
 // Hook is a program that works for the whole node.
@@ -120,25 +118,6 @@ func (d *Datapath) PinOfMap(name string) string { return filepath.Join(d.bpffs, 
 // PinOfSteer is the path of the pin of the link of a pod's steer program.
 func (d *Datapath) PinOfSteer(uid string) string {
 	return filepath.Join(d.bpffs, podsDir, uid, steerLink)
-}
-
-// SteerLink returns the numbers of the link that the pod's pin leads to and of the program that it runs in the namespace; zero:
-// there is no such pin, or its link runs nothing there.
-func (d *Datapath) SteerLink(ns *podns.NetNS, uid string) (link.ID, ebpf.ProgramID, error) {
-	prog, err := d.SteerProgram(ns, uid)
-	if err != nil || prog == 0 {
-		return 0, 0, err
-	}
-	l, err := link.LoadPinnedLink(d.PinOfSteer(uid), nil)
-	if err != nil {
-		return 0, 0, fmt.Errorf("open the pinned link of a steer program: %w", err)
-	}
-	defer l.Close()
-	info, err := l.Info()
-	if err != nil {
-		return 0, 0, fmt.Errorf("look at the link of a steer program: %w", err)
-	}
-	return info.ID, info.Program, nil
 }
 
 // SealProgram returns the number of the seal's program on an interface, 0 if there is none, and says whether no other filter is

@@ -85,23 +85,29 @@ func (d *Datapath) AttachSteer(ns *podns.NetNS, uid string, prog *ebpf.Program) 
 // SteerProgram returns the id of the program that the pod's pinned link runs in the namespace; 0: there is no such pin, or its
 // link runs nothing there.
 func (d *Datapath) SteerProgram(ns *podns.NetNS, uid string) (ebpf.ProgramID, error) {
-	pin := filepath.Join(d.bpffs, podsDir, uid, steerLink)
+	_, prog, err := d.SteerLink(ns, uid)
+	return prog, err
+}
+
+// SteerLink is SteerProgram with the id of the link, too.
+func (d *Datapath) SteerLink(ns *podns.NetNS, uid string) (link.ID, ebpf.ProgramID, error) {
+	pin := d.PinOfSteer(uid)
 	l, err := link.LoadPinnedLink(pin, nil)
 	if errors.Is(err, fs.ErrNotExist) {
-		return 0, nil
+		return 0, 0, nil
 	}
 	if err != nil {
-		return 0, fmt.Errorf("open pinned link %s: %w", pin, err)
+		return 0, 0, fmt.Errorf("open pinned link %s: %w", pin, err)
 	}
 	defer l.Close()
 	info, err := l.Info()
 	if err != nil {
-		return 0, fmt.Errorf("look at pinned link %s: %w", pin, err)
+		return 0, 0, fmt.Errorf("look at pinned link %s: %w", pin, err)
 	}
 	if on := info.NetNs(); on == nil || uint64(on.NetnsInode) != ns.Inode() {
-		return 0, nil
+		return 0, 0, nil
 	}
-	return info.Program, nil
+	return info.ID, info.Program, nil
 }
 
 // DetachSteer takes the pod's steer program away. That there is none is no error.
@@ -184,13 +190,16 @@ func linkHeaderOf(l netlink.Link) int {
 	return 0
 }
 
-// CurrentSeal says whether the interface has the seal that Seal would give it, and nothing besides that Seal would change.
-func (d *Datapath) CurrentSeal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link) (bool, error) {
+// CurrentSeal says whether the interface is sealed as Sealed says, and whether its seal is the one that Seal would give it, with
+// nothing besides that Seal would change.
+func (d *Datapath) CurrentSeal(ns *podns.NetNS, handle *netlink.Handle, l netlink.Link) (sealed, current bool, err error) {
 	found, first, err := seals(handle, l)
-	if err != nil || !first || len(found) != 1 {
-		return false, err
+	sealed = len(found) > 0 && first
+	if err != nil || !sealed || len(found) != 1 {
+		return sealed, false, err
 	}
-	return d.seal.is(ebpf.ProgramID(found[0].Id), ns.Cookie(), linkHeaderOf(l))
+	current, err = d.seal.is(ebpf.ProgramID(found[0].Id), ns.Cookie(), linkHeaderOf(l))
+	return sealed, current, err
 }
 
 // Sealed says whether the interface has its seal, and no filter before it, which could keep it from being asked.
