@@ -181,6 +181,15 @@ func (c *Client) dial(ctx context.Context, _, _ string) (net.Conn, error) {
 	return nil, &dialError{err}
 }
 
+// refusal is the *Error that an agent has answered with, or says that it is none. request is in words.
+func (c *Client) refusal(response *http.Response, answer []byte, request string) error {
+	refused := Error{Status: response.StatusCode}
+	if json.Unmarshal(answer, &refused) != nil || refused.Message == "" {
+		return fmt.Errorf("agent at %s: it answers %q to %s: is it of another version?", c.socket, response.Status, request)
+	}
+	return &refused
+}
+
 func (c *Client) do(ctx context.Context, method, path string, body []byte, into any) error {
 	// The host is not looked at: the transport knows but one way.
 	request, err := http.NewRequestWithContext(ctx, method, "http://agent"+path, bytes.NewReader(body))
@@ -197,11 +206,7 @@ func (c *Client) do(ctx context.Context, method, path string, body []byte, into 
 		return c.explain(ctx, err)
 	}
 	if response.StatusCode/100 != 2 {
-		refused := Error{Status: response.StatusCode}
-		if json.Unmarshal(answer, &refused) != nil || refused.Message == "" {
-			return fmt.Errorf("agent at %s: it answers %q to %s %s: is it of another version?", c.socket, response.Status, method, path)
-		}
-		return &refused
+		return c.refusal(response, answer, method+" "+path)
 	}
 	if into == nil {
 		return nil

@@ -21,7 +21,8 @@ type Inspection struct {
 	Warnings []Warning `json:"warnings"`
 }
 
-func (s *Server) inspect(r *http.Request) (any, error) {
+// inspected looks at the pod that a request names.
+func (s *Server) inspected(r *http.Request) (*enroll.Inspection, error) {
 	uid := r.PathValue("uid")
 	if err := enroll.ValidateUID(uid); err != nil {
 		return nil, invalid(err)
@@ -29,6 +30,14 @@ func (s *Server) inspect(r *http.Request) (any, error) {
 	found, err := s.Enroller.Inspect(r.Context(), uid)
 	if err != nil {
 		return nil, fmt.Errorf("pod %s: %w", uid, err)
+	}
+	return found, nil
+}
+
+func (s *Server) inspect(r *http.Request) (any, error) {
+	found, err := s.inspected(r)
+	if err != nil {
+		return nil, err
 	}
 	status := Status{Agent: s.Agent, Proxies: s.Enroller.Proxies.Status()}
 	warnings := []Warning{}
@@ -51,7 +60,7 @@ func (s *Server) inspect(r *http.Request) (any, error) {
 	for i := range warnings {
 		warnings[i].Pod, warnings[i].UID = found.String(), found.UID
 	}
-	warnings = append(warnings, s.repaired(func(e uidEvent) bool { return e.uid == uid })...)
+	warnings = append(warnings, s.repaired(func(e uidEvent) bool { return e.uid == found.UID })...)
 	return &Inspection{*found, healthOf(warnings), warnings}, nil
 }
 

@@ -91,11 +91,8 @@ func (c *Client) Monitor(ctx context.Context, filter monitor.Filter, begun func(
 	defer response.Body.Close()
 	lines := bufio.NewScanner(response.Body)
 	if response.StatusCode != http.StatusOK {
-		refused := Error{Status: response.StatusCode}
-		if !lines.Scan() || json.Unmarshal(lines.Bytes(), &refused) != nil || refused.Message == "" {
-			return fmt.Errorf("agent at %s: it answers %q to a wish to watch: is it of another version?", c.socket, response.Status)
-		}
-		return &refused
+		lines.Scan() // no line is no refusal either
+		return c.refusal(response, lines.Bytes(), "a wish to watch")
 	}
 	for lines.Scan() {
 		if len(lines.Bytes()) == 0 {

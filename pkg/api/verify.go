@@ -24,18 +24,14 @@ type Verification struct {
 }
 
 func (s *Server) verify(r *http.Request) (any, error) {
-	uid := r.PathValue("uid")
-	if err := enroll.ValidateUID(uid); err != nil {
-		return nil, invalid(err)
-	}
 	// Before anything is tried: what is missing then may be back when it has failed.
-	found, err := s.Enroller.Inspect(r.Context(), uid)
+	found, err := s.inspected(r)
 	if err != nil {
-		return nil, fmt.Errorf("pod %s: %w", uid, err)
+		return nil, err
 	}
 	ns, err := podns.Find(found.NetNSInode, found.NetNSCookie)
 	if err != nil {
-		return nil, fmt.Errorf("pod %s: %w", uid, err)
+		return nil, fmt.Errorf("pod %s: %w", found.UID, err)
 	}
 	defer ns.Close()
 	m := s.Enroller.Datapath.Maps()
@@ -51,7 +47,7 @@ func (s *Server) verify(r *http.Request) (any, error) {
 	if len(addrs) == 0 {
 		addrs = found.Addresses
 	}
-	v := &Verification{Pod: found.String(), UID: uid, Passed: true}
+	v := &Verification{Pod: found.String(), UID: found.UID, Passed: true}
 	v.Checks = verify.Run(verify.Target{NS: ns, Maps: m, Addrs: addrs, Prober: verify.NewProber(config, s.Agent.Cgroup)})
 	v.Checks = append(v.Checks, objectsCheck(found))
 	why := causes{server: s, pod: found, hooks: hooks}
