@@ -129,21 +129,14 @@ func (w *Watcher) Repaired(uid string, kind enroll.Repair) {
 
 // keepIncidents makes events of what is counted or repaired, until ctx is done.
 func (w *Watcher) keepIncidents(ctx context.Context) {
-	ticker := time.NewTicker(incidentsEvery)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-		}
+	every(ctx, incidentsEvery, func() {
 		w.mu.Lock()
 		w.sayRepairs(nil, &w.node)
 		w.mu.Unlock()
 		for _, uid := range w.enrolled() {
 			w.sayIncidents(uid)
 		}
-	}
+	})
 }
 
 // sayIncidents makes events of what has happened to a pod since the last time.

@@ -52,16 +52,23 @@ func annotation(pod *corev1.Pod, wrote *written) string {
 
 // keepStatus has the annotations of enrolled pods looked at from time to time: proxies come and go.
 func (w *Watcher) keepStatus(ctx context.Context) {
-	ticker := time.NewTicker(statusEvery)
+	every(ctx, statusEvery, func() {
+		for _, uid := range w.enrolled() {
+			w.statuses.Add(uid)
+		}
+	})
+}
+
+// every does something after each period, until ctx is done.
+func every(ctx context.Context, period time.Duration, do func()) {
+	ticker := time.NewTicker(period)
 	defer ticker.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticker.C:
-		}
-		for _, uid := range w.enrolled() {
-			w.statuses.Add(uid)
+			do()
 		}
 	}
 }
