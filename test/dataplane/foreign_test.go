@@ -79,13 +79,25 @@ func TestRulesAndRoutesOfOthersStay(t *testing.T) {
 	want := snapshot()
 	change(secondTable, h.RuleDel, h.RouteDel)
 
+	alone := func() {
+		t.Helper()
+		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+			want := &netlink.Route{Protocol: 0x72, Table: firstTable}
+			routes, err := h.RouteListFiltered(family, want, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
+			if err != nil || len(routes) > 0 {
+				t.Errorf("the table of others has the routes %v of enrolment's, %v", routes, err)
+			}
+		}
+	}
 	s.enrolPod(t, pod)
+	alone()
 	change(secondTable, h.RuleAdd, h.RouteAdd)
 	s.bothWays(t, pod)
 	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
 		before := s.repairs(t, enroll.RepairRouting)
 		removeOurs(t, h, family)
 		eventually(t, "what enrolment has added is put back", func() bool { return s.repairs(t, enroll.RepairRouting) > before })
+		alone()
 		s.bothWays(t, pod)
 	}
 	if err := s.agent.client.Unenroll(t.Context(), "uid-"+pod.Name); err != nil {
