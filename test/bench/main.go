@@ -17,7 +17,9 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/signal"
+	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 
@@ -100,6 +102,8 @@ type options struct {
 	window               time.Duration
 	out, history, commit string
 	scenarios            []scenario
+	subjects             []string
+	noEnrolments         bool
 }
 
 func parse(args []string) (options, error) {
@@ -113,6 +117,8 @@ func parse(args []string) (options, error) {
 	f.StringVar(&o.out, "out", "", "write bench.json, bench.md and bench.svg into this `FOLDER`")
 	f.StringVar(&o.history, "history", "", "append the result to this `FILE`, as a line of JSON")
 	f.StringVar(&o.commit, "commit", "unknown", "what is measured")
+	only := f.String("run", "", "only scenarios whose names, as in the tables, match this `REGEXP`; enrolments are called enrolment")
+	subjects := f.String("subjects", strings.Join(subjectNames, ","), "only these, of which direct must be the first")
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
@@ -128,6 +134,9 @@ func parse(args []string) (options, error) {
 	if o.enrolments == 0 {
 		o.enrolments = enrolments
 	}
+	if err := o.pick(*only, *subjects); err != nil {
+		return o, err
+	}
 	if o.window == 0 {
 		o.window = window
 	}
@@ -142,12 +151,37 @@ func parse(args []string) (options, error) {
 	return o, nil
 }
 
+// pick leaves out what is not asked for.
+func (o *options) pick(only, subjects string) error {
+	wanted, err := regexp.Compile(only)
+	if err != nil {
+		return fmt.Errorf("-run=%q is no regular expression: %w", only, err)
+	}
+	o.scenarios = slices.DeleteFunc(o.scenarios, func(sc scenario) bool { return !wanted.MatchString(sc.String()) })
+	o.noEnrolments = !wanted.MatchString("enrolment")
+	if len(o.scenarios) == 0 && o.noEnrolments {
+		return fmt.Errorf("-run=%q matches no scenario", only)
+	}
+	o.subjects = strings.Split(subjects, ",")
+	for _, name := range o.subjects {
+		if !slices.Contains(subjectNames, name) {
+			return fmt.Errorf("-subjects: there is no %q, only %s", name, strings.Join(subjectNames, ", "))
+		}
+	}
+	if o.subjects[0] != direct {
+		return fmt.Errorf("-subjects=%s does not begin with %s, to which all are compared", subjects, direct)
+	}
+	return nil
+}
+
 // bench does it all.
 func bench(ctx context.Context, o options) error {
-	report := Report{Machine: machine(o.commit), Rounds: o.rounds, Window: o.window.String()}
+	report := Report{Machine: machine(o.commit), Rounds: o.rounds, Window: o.window.String(), Subjects: o.subjects}
 	var err error
-	if report.Enrolments, err = enrolments(ctx, o.enrolments); err != nil {
-		return err
+	if !o.noEnrolments {
+		if report.Enrolments, err = enrolments(ctx, o.enrolments); err != nil {
+			return err
+		}
 	}
 	if report.Rows, report.Programs, err = hops(ctx, o); err != nil {
 		return err
@@ -176,7 +210,7 @@ func hops(ctx context.Context, o options) (all []Row, programs []Program, err er
 	if err != nil {
 		return nil, nil, err
 	}
-	subjects, err := startSubjects(ctx)
+	subjects, err := startSubjects(ctx, o.subjects)
 	defer func() {
 		for _, s := range subjects {
 			err = errors.Join(err, s.Close())
@@ -198,12 +232,12 @@ func hops(ctx context.Context, o options) (all []Row, programs []Program, err er
 		return nil, nil, err
 	}
 	programs, err = runTimes(subjects, o, before)
-	return rows(o.scenarios, subjectNames, measured), programs, err
+	return rows(o.scenarios, o.subjects, measured), programs, err
 }
 
-func startSubjects(ctx context.Context) ([]*subject, error) {
+func startSubjects(ctx context.Context, names []string) ([]*subject, error) {
 	var subjects []*subject
-	for _, name := range subjectNames {
+	for _, name := range names {
 		s, err := newSubject(ctx, name)
 		if err != nil {
 			return subjects, err

@@ -43,6 +43,10 @@ func programIDs() (map[ebpf.ProgramID]bool, error) {
 // runTimes has the kernel count what our programs do (BPF_ENABLE_STATS, Linux 5.8). That costs something itself, so it is done when
 // all else has been measured. before are the programs of others.
 func runTimes(subjects []*subject, o options, before map[ebpf.ProgramID]bool) ([]Program, error) {
+	i := slices.IndexFunc(subjects, func(s *subject) bool { return s.name == redirector })
+	if i < 0 {
+		return nil, nil
+	}
 	now, err := programIDs()
 	if err != nil {
 		return nil, err
@@ -52,7 +56,6 @@ func runTimes(subjects []*subject, o options, before map[ebpf.ProgramID]bool) ([
 		return nil, fmt.Errorf("have the kernel count what BPF programs do: %w", err)
 	}
 	defer stats.Close()
-	i := slices.IndexFunc(subjects, func(s *subject) bool { return s.name == redirector })
 	for _, sc := range o.scenarios {
 		if _, err := subjects[i].measure(sc, o.window, 0); err != nil {
 			return nil, err

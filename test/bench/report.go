@@ -22,6 +22,7 @@ type Report struct {
 	Machine    Machine     `json:"machine"`
 	Rounds     int         `json:"rounds"`
 	Window     string      `json:"window"`
+	Subjects   []string    `json:"subjects"`
 	Rows       []Row       `json:"rows"`
 	Enrolments []Enrolment `json:"enrolments"`
 	Programs   []Program   `json:"programs"`
@@ -84,7 +85,7 @@ func perSecond(row Row) string {
 func (r *Report) markdownRatios(b *strings.Builder, title string, ratio func(Row) Interval, absolute func(Row) string) {
 	fmt.Fprintf(b, "## %s\n\nMedians of the ratios within a round, and in brackets where the true one is with"+
 		" 95 %% confidence.\n\n", title)
-	fmt.Fprintf(b, "| | %s |\n|---|%s\n", strings.Join(subjectNames, " | "), strings.Repeat("---:|", len(subjectNames)))
+	fmt.Fprintf(b, "| | %s |\n|---|%s\n", strings.Join(r.Subjects, " | "), strings.Repeat("---:|", len(r.Subjects)))
 	for _, row := range r.Rows {
 		if row.Subject == direct {
 			if ratio(row).Median == 0 {
@@ -95,7 +96,7 @@ func (r *Report) markdownRatios(b *strings.Builder, title string, ratio func(Row
 		}
 		if i := ratio(row); i.Median != 0 {
 			fmt.Fprintf(b, " %.3f (%.3f–%.3f) |", i.Median, i.Low, i.High)
-			if row.Subject == subjectNames[len(subjectNames)-1] {
+			if row.Subject == r.Subjects[len(r.Subjects)-1] {
 				fmt.Fprintln(b)
 			}
 		}
@@ -142,7 +143,7 @@ func (r *Report) plot(file string) error {
 		color.RGBA{0x75, 0x70, 0xb3, 0xff}, color.RGBA{0x66, 0x66, 0x66, 0xff},
 	}
 	names := r.scenarioNames()
-	for i, subject := range subjectNames[1:] {
+	for i, subject := range r.Subjects[1:] {
 		bars, whiskers := r.series(subject, (float64(i)-1.5)*width/pitch)
 		chart, err := plotter.NewBarChart(bars, vg.Points(width))
 		if err != nil {

@@ -100,7 +100,7 @@ func made(rates, latency float64) *Report {
 		}
 	}
 	return &Report{
-		Machine: machine("0123456789abcdef"), Rounds: fewest, Window: time.Second.String(),
+		Machine: machine("0123456789abcdef"), Rounds: fewest, Window: time.Second.String(), Subjects: subjectNames,
 		Rows: rows([]scenario{sc}, subjectNames, measured),
 		Enrolments: []Enrolment{
 			{Subject: redirector, EnrolP50: 900, DatapathP50: 700, Steps: []Step{{"seals", 1, 2}}},
