@@ -31,37 +31,28 @@ static __always_inline void sock_remote(struct bpf_sock *sk, union ip_addr *addr
 		addr_from_v6(addr, sk, dst_ip6);
 }
 
-/* Did the proxy accept this connection? What it connects itself has a note of that, and what it listens on is none. */
-static __always_inline bool proxy_has_accepted(struct bpf_sock *sk)
-{
-	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
-	const struct node_config *cfg = config_read();
-
-	if (sk->protocol != IPPROTO_TCP || sk->state == TCP_STATE_LISTEN || !sk->dst_port)
-		return false;
-	if (verdict && verdict->connects)
-		return false;
-	return (verdict && verdict->by_proxy) || (cfg && cfg->proxy_identity == PROXY_IDENTITY_MARK);
-}
-
 /*
- * Did redir_steer hand this connection to the proxy? It has the note of a listener that is steered to. An app's or a machine's has
- * the outbound one's mark, and a peer's comes from an address that is not the pod's. What the pod sends to itself, and a probe that
- * is let through, have found a listener by its address.
+ * Has the proxy accepted this connection from redir_steer? What an app or a machine has sent has the mark of what the outbound
+ * listener accepts, which gets nothing else. What a peer has sent has the note of a listener that is steered to, and comes from an
+ * address that is not the pod's: what the pod sends to itself, and a probe that is let through, have found a listener by its
+ * address. What the proxy connects itself has a note of that.
  */
 static __always_inline bool was_steered(struct bpf_sock *sk, __u64 cookie, const union ip_addr *local)
 {
-	struct socket_verdict *verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
 	struct flow_key flow = {.netns_cookie = cookie};
 	__u32 mark = sk->mark & MARK_MASK;
+	struct socket_verdict *verdict;
 	union ip_addr remote;
 
-	if (!verdict || !verdict->listens)
+	if (sk->protocol != IPPROTO_TCP || sk->state == TCP_STATE_LISTEN || !sk->dst_port)
 		return false;
 	if (mark == MARK_ACCEPT)
-		return true; /* the outbound listener gets nothing else */
+		return true;
+	verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
+	if (!verdict || !verdict->listens || verdict->connects || mark != MARK_PROXY || !socket_is_of_proxy(sk))
+		return false;
 	sock_remote(sk, &remote);
-	if (mark != MARK_PROXY || addr_is_own(cookie, &remote))
+	if (addr_is_own(cookie, &remote))
 		return false;
 	__builtin_memcpy(flow.src, remote.bytes, sizeof(flow.src));
 	__builtin_memcpy(flow.dst, local->bytes, sizeof(flow.dst));
@@ -90,7 +81,7 @@ int redir_original_dst(struct bpf_sockopt *ctx)
 	if (ctx->optname != SO_ORIGINAL_DST || (ctx->level != SOL_IP && ctx->level != SOL_IPV6) || !sk)
 		return 1;
 	cookie = bpf_get_netns_cookie(ctx);
-	if (!pod_lookup(cookie) || !proxy_has_accepted(sk))
+	if (!pod_lookup(cookie))
 		return 1;
 	sock_local(sk, &local);
 	if (!was_steered(sk, cookie, &local))

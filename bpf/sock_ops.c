@@ -260,17 +260,20 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 		bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
 	}
 	count(cookie, listeners_added);
-	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
-	if (verdict)
-		verdict->listens = port;
 
 	/*
 	 * What is accepted for an app's connection speaks to that app alone, over lo. With the proxy's mark its packets would
 	 * be answered with the same mark where there is no socket to answer (fwmark_reflect; TIME_WAIT): out of the pod. The mark
-	 * is one of its own, for where machines are behind the pod, what is accepted for them takes the pod's own routes.
+	 * is one of its own, for where machines are behind the pod, what is accepted for them takes the pod's own routes. It tells
+	 * all that there is to know, so the note goes: each accepted connection would make a copy of it.
 	 */
-	if (port == PORT_OUTBOUND)
-		set_mark(ctx, sk->mark, MARK_ACCEPT);
+	if (port == PORT_OUTBOUND && !set_mark(ctx, sk->mark, MARK_ACCEPT)) {
+		bpf_sk_storage_delete(&sockets, sk);
+		return;
+	}
+	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (verdict)
+		verdict->listens = port;
 }
 
 /* redir_mark: marks what leaves an enrolled pod and what the proxy sends to its app, and notes where the proxy listens.
@@ -278,22 +281,26 @@ static __always_inline void on_listen(struct bpf_sock_ops *ctx, struct bpf_sock 
 SEC("sockops")
 int redir_mark(struct bpf_sock_ops *ctx)
 {
-	struct bpf_sock *sk = ctx->sk;
 	const struct pod *pod;
+	struct bpf_sock *sk;
 	__u64 cookie;
 
-	if (!sk)
-		return 1;
+	/* Each connection asks for a dozen other things, too: they are answered first. */
 	switch (ctx->op) {
 	case BPF_SOCK_OPS_TCP_CONNECT_CB:
 	case BPF_SOCK_OPS_TCP_LISTEN_CB:
 	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
-		break;
 	case BPF_SOCK_OPS_STATE_CB:
+		break;
+	default:
+		return 1;
+	}
+	sk = ctx->sk;
+	if (!sk)
+		return 1;
+	if (ctx->op == BPF_SOCK_OPS_STATE_CB) {
 		if (ctx->args[1] == TCP_STATE_CLOSE)
 			on_close(ctx, sk);
-		return 1;
-	default:
 		return 1;
 	}
 

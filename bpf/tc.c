@@ -213,19 +213,18 @@ static __always_inline bool is_kernels_answer(struct __sk_buff *skb)
 	return bpf_get_listener_sock(sk) != NULL;
 }
 
-/* Of the proxy, to a machine behind the pod? Its outbound listener has a mark of its own, and so has what it accepts. */
-static __always_inline bool answer_is_to_machine(struct __sk_buff *skb)
+/*
+ * Of the proxy, to a machine behind the pod? Its outbound listener has a mark of its own, and gets what machines send. Which those
+ * are, redir_steer has noted as it handed the SYN over.
+ */
+static __always_inline bool answer_is_to_machine(struct __sk_buff *skb, __u64 cookie, const struct packet *p)
 {
-	struct bpf_sock *sk = skb->sk, *full;
+	struct own_addr_key key = {.netns_cookie = cookie};
 
 	if ((skb->mark & MARK_MASK) != MARK_ACCEPT)
 		return false;
-	if (!sk)
-		return true; /* a syncookie's */
-	full = bpf_sk_fullsock(sk);
-	if (!full)
-		full = bpf_get_listener_sock(sk);
-	return full && socket_is_of_proxy(full);
+	__builtin_memcpy(key.addr, p->dst.bytes, sizeof(key.addr));
+	return bpf_map_lookup_elem(&machines, &key) != NULL;
 }
 
 /* Of the app, to a connection that was left to it? */
@@ -246,7 +245,7 @@ __noinline int answer_may_leave(struct __sk_buff *skb, __u64 cookie, const struc
 		return 0;
 	if (answer_is_admitted(skb, cookie, p))
 		return 1;
-	return is_kernels_answer(skb) && (answer_is_apps(skb, cookie, p) || answer_is_to_machine(skb));
+	return is_kernels_answer(skb) && (answer_is_apps(skb, cookie, p) || answer_is_to_machine(skb, cookie, p));
 }
 
 /* Is this SYN one that may leave, for it is excluded where it goes? */

@@ -112,12 +112,12 @@ func adopt(m *maps.Maps, fd int, cookies map[uint64]bool) (uint64, error) {
 			return 0, fmt.Errorf("mark a listener: %w", err)
 		}
 	case maps.PortInbound, maps.PortHBONE:
+		// First, or the seal drops its answers to what is steered to it.
+		if err := m.NoteProxyListener(fd, uint16(port)); err != nil {
+			return 0, err
+		}
 	default:
 		return 0, nil
-	}
-	// First, or the seal drops its answers to what is steered to it.
-	if err := m.NoteProxyListener(fd, uint16(port)); err != nil {
-		return 0, err
 	}
 	return cookie, m.PutListener(cookie, uint16(port), ipv6, fd)
 }

@@ -36,7 +36,7 @@ func TestConnectionsGoWhereTheyShould(t *testing.T) {
 
 func forTest(t *testing.T, name string) *subject {
 	t.Helper()
-	s, err := newSubject(t.Context(), name)
+	s, err := newSubject(t.Context(), name, "")
 	if err != nil {
 		t.Fatal(err)
 	}

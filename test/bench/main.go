@@ -101,6 +101,7 @@ type options struct {
 	rounds, enrolments   int
 	window               time.Duration
 	out, history, commit string
+	other                string
 	scenarios            []scenario
 	subjects             []string
 	noEnrolments         bool
@@ -118,6 +119,7 @@ func parse(args []string) (options, error) {
 	f.StringVar(&o.history, "history", "", "append the result to this `FILE`, as a line of JSON")
 	f.StringVar(&o.commit, "commit", "unknown", "what is measured")
 	only := f.String("run", "", "only scenarios whose names, as in the tables, match this `REGEXP`; enrolments are called enrolment")
+	f.StringVar(&o.other, "other", "", "compare with the agent in this `FILE`, too: this program built from other sources")
 	subjects := f.String("subjects", strings.Join(subjectNames, ","), "only these, of which direct must be the first")
 	if err := f.Parse(args); err != nil {
 		return o, err
@@ -168,6 +170,9 @@ func (o *options) pick(only, subjects string) error {
 			return fmt.Errorf("-subjects: there is no %q, only %s", name, strings.Join(subjectNames, ", "))
 		}
 	}
+	if o.other != "" {
+		o.subjects = append(o.subjects, otherBuild)
+	}
 	if o.subjects[0] != direct {
 		return fmt.Errorf("-subjects=%s does not begin with %s, to which all are compared", subjects, direct)
 	}
@@ -210,7 +215,7 @@ func hops(ctx context.Context, o options) (all []Row, programs []Program, err er
 	if err != nil {
 		return nil, nil, err
 	}
-	subjects, err := startSubjects(ctx, o.subjects)
+	subjects, err := startSubjects(ctx, o)
 	defer func() {
 		for _, s := range subjects {
 			err = errors.Join(err, s.Close())
@@ -235,10 +240,10 @@ func hops(ctx context.Context, o options) (all []Row, programs []Program, err er
 	return rows(o.scenarios, o.subjects, measured), programs, err
 }
 
-func startSubjects(ctx context.Context, names []string) ([]*subject, error) {
+func startSubjects(ctx context.Context, o options) ([]*subject, error) {
 	var subjects []*subject
-	for _, name := range names {
-		s, err := newSubject(ctx, name)
+	for _, name := range o.subjects {
+		s, err := newSubject(ctx, name, o.other)
 		if err != nil {
 			return subjects, err
 		}

@@ -26,6 +26,7 @@ const (
 	iptablesLegacy = "iptables-legacy" // the rule sets
 	iptablesNFT    = "iptables-nft"
 	nativeNFT      = "nftables"
+	otherBuild     = "other build" // redirector, with the agent of another build of this program; only if asked for
 )
 
 var subjectNames = []string{direct, redirector, iptablesLegacy, iptablesNFT, nativeNFT}
@@ -49,15 +50,28 @@ type subject struct {
 	app     *rpc.Client
 	clients map[string]*rpc.Client // by direction
 	agent   *api.Client
+	binary  string // that has the agent
 }
 
-// newSubject makes a subject of that name. The caller closes it.
-func newSubject(ctx context.Context, name string) (*subject, error) {
+// captures says whether it is an agent that redirects.
+func (s *subject) captures() bool { return s.binary != "" }
+
+// newSubject makes a subject of that name. The caller closes it. The agent of the other build is in the file other.
+func newSubject(ctx context.Context, name, other string) (*subject, error) {
 	b, err := bed.New(bed.Options{})
 	if err != nil {
 		return nil, err
 	}
 	s := &subject{name: name, Bed: b, clients: map[string]*rpc.Client{}}
+	switch name {
+	case redirector:
+		s.binary, err = os.Executable()
+	case otherBuild:
+		s.binary, err = filepath.Abs(other)
+	}
+	if err != nil {
+		return nil, errors.Join(err, s.Close())
+	}
 	if err := s.setUp(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("%s: %w", name, err), s.Close())
 	}
@@ -102,7 +116,7 @@ func (s *subject) setUp(ctx context.Context) error {
 
 // redirect brings the pod's traffic to the proxy, if the subject does.
 func (s *subject) redirect(ctx context.Context) error {
-	if s.name == redirector {
+	if s.captures() {
 		return s.enrol(ctx)
 	}
 	i := slices.IndexFunc(ruleSets, func(r ruleSet) bool { return r.name == s.name })
@@ -114,15 +128,11 @@ func (s *subject) redirect(ctx context.Context) error {
 
 // enrol starts an agent, with what it does by default, and what says for the proxy that it runs.
 func (s *subject) enrol(ctx context.Context) error {
-	self, err := os.Executable()
-	if err != nil {
-		return err
-	}
 	// The agent looks for the group of all pods as it starts, and takes no process for the node's own if there is none.
 	if _, err := s.Group("kubepods/pod"); err != nil {
 		return err
 	}
-	agent := []string{self, "agent", "--standalone", "--run-dir", s.RunDir, "--zds-socket", s.ZDSSocket,
+	agent := []string{s.binary, "agent", "--standalone", "--run-dir", s.RunDir, "--zds-socket", s.ZDSSocket,
 		"--bpffs", s.BPFFS, "--cgroup", s.Cgroup}
 	proc, err := s.startIn(s.Node, "host", "agent", agent, roleAgent)
 	if err != nil {
@@ -135,7 +145,7 @@ func (s *subject) enrol(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	proc, err = s.startIn(s.Node, "proxy", "hello", []string{self, "--zds-socket", s.ZDSSocket, "--mute", "listen"}, roleHello)
+	proc, err = s.startIn(s.Node, "proxy", "hello", []string{s.binary, "--zds-socket", s.ZDSSocket, "--mute", "listen"}, roleHello)
 	if err != nil {
 		return err
 	}
@@ -163,7 +173,7 @@ func specOf(pod *bed.NS) enroll.Spec {
 // of one or for the other subjects, beside it.
 func (s *subject) startIn(ns *bed.NS, group, name string, argv []string, role string) (*bed.Proc, error) {
 	env := []string{roleVariable + "=" + role}
-	if group == "" || s.name != redirector {
+	if group == "" || !s.captures() {
 		return s.Start(ns, false, name, argv, env)
 	}
 	dir, err := s.Group(group)

@@ -741,7 +741,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "original destination: the proxy's own connections have one", file: original,
-			old: "if (verdict && verdict->connects)", new: "if (0)", tests: "TestOriginalDestination$",
+			old: "verdict->connects || ", new: "", tests: "TestOriginalDestination$",
 		},
 		{
 			name: "original destination: the pod's own connections have one", file: original,
@@ -749,7 +749,7 @@ func mutations() []mutation {
 		},
 		{
 			name: "original destination: what finds a listener by itself has one", file: original,
-			old: "if (!verdict || !verdict->listens)", new: "if (0)", tests: "TestOriginalDestinationWithSettings",
+			old: "!verdict || !verdict->listens || ", new: "!verdict || ", tests: "TestOriginalDestinationWithSettings",
 		},
 		{
 			name: "original destination: machines' connections to the pod have none", file: original,
