@@ -81,9 +81,10 @@ soak: root ## All that can happen to a node at once, under traffic, for SOAK=30s
 
 # Where something that it needs is missing, and cannot be installed, it fails and says what.
 .PHONY: e2e
-e2e: root ## Install, upgrade, uninstall in real clusters of one and two nodes, in namespaces on this machine (root, containerd)
+e2e: root ## The chart, and what it installs in real clusters of one and two nodes, in namespaces on this machine (root, containerd)
 	@hack/install-deps.sh e2e
 	go test -tags=e2e -count=1 -timeout=20m $(TESTFLAGS) ./test/e2e
+	cd test/chart && go test -count=1 ./...
 
 .PHONY: race
 race: root ## The same with the race detector
