@@ -120,6 +120,7 @@ func parse(args []string) (options, error) {
 	f.StringVar(&o.commit, "commit", "unknown", "what is measured")
 	only := f.String("run", "", "only scenarios whose names, as in the tables, match this `REGEXP`; enrolments are called enrolment")
 	f.StringVar(&o.other, "other", "", "compare with the agent in this `FILE`, too: this program built from other sources")
+	withSplice := f.Bool("splice", false, "compare with an experiment, too: connections spliced by a map of sockets (IPv4)")
 	subjects := f.String("subjects", strings.Join(subjectNames, ","), "only these, of which direct must be the first")
 	if err := f.Parse(args); err != nil {
 		return o, err
@@ -136,7 +137,7 @@ func parse(args []string) (options, error) {
 	if o.enrolments == 0 {
 		o.enrolments = enrolments
 	}
-	if err := o.pick(*only, *subjects); err != nil {
+	if err := o.pick(*only, *subjects, *withSplice); err != nil {
 		return o, err
 	}
 	if o.window == 0 {
@@ -154,7 +155,7 @@ func parse(args []string) (options, error) {
 }
 
 // pick leaves out what is not asked for.
-func (o *options) pick(only, subjects string) error {
+func (o *options) pick(only, subjects string, withSplice bool) error {
 	wanted, err := regexp.Compile(only)
 	if err != nil {
 		return fmt.Errorf("-run=%q is no regular expression: %w", only, err)
@@ -169,6 +170,9 @@ func (o *options) pick(only, subjects string) error {
 		if !slices.Contains(subjectNames, name) {
 			return fmt.Errorf("-subjects: there is no %q, only %s", name, strings.Join(subjectNames, ", "))
 		}
+	}
+	if withSplice {
+		o.subjects = append(o.subjects, spliced)
 	}
 	if o.other != "" {
 		o.subjects = append(o.subjects, otherBuild)

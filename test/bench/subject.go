@@ -27,6 +27,7 @@ const (
 	iptablesNFT    = "iptables-nft"
 	nativeNFT      = "nftables"
 	otherBuild     = "other build" // redirector, with the agent of another build of this program; only if asked for
+	spliced        = "spliced"     // redirector, with an experiment beside it; only if asked for
 )
 
 var subjectNames = []string{direct, redirector, iptablesLegacy, iptablesNFT, nativeNFT}
@@ -51,6 +52,7 @@ type subject struct {
 	clients map[string]*rpc.Client // by direction
 	agent   *api.Client
 	binary  string // that has the agent
+	splice  *splice
 }
 
 // captures says whether it is an agent that redirects.
@@ -64,7 +66,7 @@ func newSubject(ctx context.Context, name, other string) (*subject, error) {
 	}
 	s := &subject{name: name, Bed: b, clients: map[string]*rpc.Client{}}
 	switch name {
-	case redirector:
+	case redirector, spliced:
 		s.binary, err = os.Executable()
 	case otherBuild:
 		s.binary, err = filepath.Abs(other)
@@ -117,7 +119,11 @@ func (s *subject) setUp(ctx context.Context) error {
 // redirect brings the pod's traffic to the proxy, if the subject does.
 func (s *subject) redirect(ctx context.Context) error {
 	if s.captures() {
-		return s.enrol(ctx)
+		err := s.enrol(ctx)
+		if err == nil && s.name == spliced {
+			s.splice, err = newSplice(s.Cgroup)
+		}
+		return err
 	}
 	i := slices.IndexFunc(ruleSets, func(r ruleSet) bool { return r.name == s.name })
 	if i < 0 {
@@ -228,6 +234,9 @@ func (s *subject) Close() error {
 		if c != nil {
 			_ = c.Close()
 		}
+	}
+	if s.splice != nil {
+		return errors.Join(s.splice.Close(), s.Bed.Close())
 	}
 	return s.Bed.Close()
 }
