@@ -40,9 +40,9 @@ TESTFLAGS ?=
 KERNELS := 5.10 6.1 6.12 newest
 KERNEL ?= $(KERNELS)
 RUN ?=
-# Packages whose tests need more than a kernel: the go command, QEMU, Debian's CNI plugins, resolvers or proxies, an API server, or
-# many minutes.
-VM_EXCLUDE := test/vm/machine test/vm/matrix test/vm/cmd/vmmatrix test/mutate test/cni test/resolvers test/proxies test/kube \
+# Packages whose tests ask nothing of a kernel, or more than one has: the go command, QEMU, Debian's CNI plugins, resolvers or proxies, an
+# API server, or many minutes.
+VM_EXCLUDE := deploy docs pkg/journal test/vm/machine test/vm/matrix test/vm/verifier test/vm/guest test/vm/cmd/vmexec test/vm/cmd/vmmatrix test/mutate test/cni test/resolvers test/proxies test/kube \
 	test/podwatch test/soak test/scale
 VMFLAGS ?=
 # Besides the committed object, which clang 19 has made, the programs of this compiler have to pass the verifier.
@@ -53,9 +53,10 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: build
-build: ## Build bin/redirector, static, with the version from git
+build: ## Build bin/redirector and the kubectl plugin, static, with the version from git
 	@mkdir -p bin
 	$(GOBUILD) -o bin/redirector ./cmd/redirector
+	$(GOBUILD) -o bin/kubectl-redirector ./cmd/kubectl-redirector
 
 # DEMOFLAGS=-hold waits in the middle, to look around.
 .PHONY: demo

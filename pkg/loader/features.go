@@ -170,7 +170,7 @@ func Features() []Feature {
 		{
 			Name: "socket storage in sock_ops and connect programs", Since: "5.3", Option: "CONFIG_CGROUP_BPF",
 			Without: "a verdict cannot stay with a socket",
-			helpers: []helper{{ebpf.SockOps, asm.FnSkStorageGet}, {ebpf.CGroupSockAddr, asm.FnSkStorageGet}},
+			helpers: []helper{{ebpf.SockOps, asm.FnSkStorageGet}, {ebpf.SockOps, asm.FnSkStorageDelete}, {ebpf.CGroupSockAddr, asm.FnSkStorageGet}},
 		},
 		{
 			Name: "pidfd_getfd", Since: "5.6", Optional: true,

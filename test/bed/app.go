@@ -35,6 +35,7 @@ type App struct {
 	wg       sync.WaitGroup
 	mu       sync.Mutex
 	conns    map[*net.TCPConn]struct{} // nil when closed
+	peers    map[netip.Addr]int64
 }
 
 // ServeApp runs an App in the namespace, by goroutines of the calling process; with port 0 the kernel chooses one. What
@@ -62,6 +63,7 @@ func NewApp(l *net.TCPListener, opts AppOptions) *App {
 		opts:     opts,
 		listener: l,
 		conns:    map[*net.TCPConn]struct{}{},
+		peers:    map[netip.Addr]int64{},
 	}
 	if addr, ok := l.Addr().(*net.TCPAddr); ok { // always, of a TCPListener
 		a.Port = addr.AddrPort().Port()
@@ -85,6 +87,13 @@ func NewApp(l *net.TCPListener, opts AppOptions) *App {
 
 // Accepts returns the number of connections accepted so far.
 func (a *App) Accepts() int64 { return a.accepts.Load() }
+
+// AcceptsFrom returns how many of them came from an address.
+func (a *App) AcceptsFrom(peer netip.Addr) int64 {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.peers[peer]
+}
 
 // Close stops the app and cuts its connections. It may be called again.
 func (a *App) Close() error {
@@ -110,6 +119,9 @@ func (a *App) add(c *net.TCPConn) bool {
 		return false
 	}
 	a.conns[c] = struct{}{}
+	if peer, ok := c.RemoteAddr().(*net.TCPAddr); ok {
+		a.peers[peer.AddrPort().Addr().Unmap()]++
+	}
 	return true
 }
 

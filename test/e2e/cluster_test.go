@@ -37,7 +37,7 @@ const (
 
 // built is what all clusters have in common.
 var built struct {
-	kube, app, helm string
+	kube, app, helm, plugin string
 	// images are archives that each node loads.
 	images []string
 }
@@ -72,6 +72,12 @@ func build(ctx context.Context, dir string) (err error) {
 	helm.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := helm.CombinedOutput(); err != nil {
 		return fmt.Errorf("build Helm: %w\n%s", err, out)
+	}
+	built.plugin = filepath.Join(dir, "kubectl-redirector")
+	plugin := exec.CommandContext(ctx, "go", "build", "-buildvcs=false", "-o", built.plugin, "../../cmd/kubectl-redirector")
+	plugin.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := plugin.CombinedOutput(); err != nil {
+		return fmt.Errorf("build the kubectl plugin: %w\n%s", err, out)
 	}
 	for _, program := range []struct {
 		base, module, flags, image string

@@ -28,6 +28,7 @@ func TestTwoNodes(t *testing.T) {
 	}{
 		{"helm install", helmInstall},
 		{"between nodes", betweenNodes},
+		{"the kubectl plugin", plugin},
 		{"pods with a sidecar are left alone", sidecars},
 		{"a node is rebooted", reboot},
 		{"the cluster is rebooted", rebootAll},

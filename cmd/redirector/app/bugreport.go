@@ -29,6 +29,7 @@ const toolTimeout = 20 * time.Second
 
 type bugreportOptions struct {
 	runDir, bpffs, file string
+	stdout              bool
 }
 
 func newBugreport(env *Env) *cobra.Command {
@@ -42,12 +43,15 @@ had is named in errors.txt; without an agent, that is much.
 
 There are no secrets in it: the dataplane has none. There are names and addresses of pods.`,
 		Example: `  redirector bugreport
-  redirector bugreport --file /tmp/node-1.tar.gz`,
+  redirector bugreport --file /tmp/node-1.tar.gz
+  redirector bugreport --stdout | tar tz`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context(), env) },
 	}
 	addRunDir(cmd.Flags(), &o.runDir)
 	addBPFFS(cmd.Flags(), &o.bpffs)
 	addPath(cmd.Flags(), &o.file, "file", "", "the file to write (default: redirector-bugreport-TIME.tar.gz in the current directory)")
+	cmd.Flags().BoolVar(&o.stdout, "stdout", false, "write it to standard output, and no file")
+	cmd.MarkFlagsMutuallyExclusive("file", "stdout")
 	return cmd
 }
 
@@ -63,7 +67,7 @@ type report struct {
 
 func (o *bugreportOptions) run(ctx context.Context, env *Env) error {
 	now := time.Now()
-	if o.file == "" {
+	if o.file == "" && !o.stdout {
 		dir, err := os.Getwd()
 		if err != nil {
 			return fmt.Errorf("find the current directory: %w: name a file with --file", err)
@@ -75,6 +79,12 @@ func (o *bugreportOptions) run(ctx context.Context, env *Env) error {
 	r := &report{tar: tar.NewWriter(compressed), now: now}
 	if err := errors.Join(o.collect(ctx, env, r), r.tar.Close(), compressed.Close()); err != nil {
 		return fmt.Errorf("make the report: %w", err)
+	}
+	if o.stdout {
+		return env.print(func(w io.Writer) error {
+			_, err := w.Write(file.Bytes())
+			return err
+		})
 	}
 	// All or nothing, and for nobody but root: there are names of pods in it.
 	if err := renameio.WriteFile(o.file, file.Bytes(), 0o600); err != nil {

@@ -237,4 +237,12 @@ func TestABugreportHasAllThatCanBeHad(t *testing.T) {
 		t.Errorf("the file is %v, %v", info, err)
 	}
 	run(t, nil, "bugreport", "--run-dir", m.RunDir, "--file", "/proc/nowhere/x").wantFailure(t, exitFailed, "/proc/nowhere", "--file")
+
+	piped := run(t, nil, "bugreport", "--run-dir", m.RunDir, "--bpffs", m.BPFFS, "--stdout").wantDone(t)
+	if err := os.WriteFile(file, []byte(piped), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if again := readReport(t, file); len(again) != len(files) {
+		t.Errorf("on standard output there are %d files, and in a file %d", len(again), len(files))
+	}
 }
