@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 )
 
@@ -163,7 +164,8 @@ func Objects(ctx context.Context, dir, compiler string, edits []Edit) error {
 		if err != nil {
 			return err
 		}
-		args := append(flags, "-target", "bpfel", "-c", source+".c", "-o", filepath.Join(dir, ObjectName(source, compiler)))
+		object := filepath.Join(dir, ObjectName(source, compiler))
+		args := slices.Concat(flags, []string{"-target", "bpfel", "-c", source + ".c", "-o", object})
 		if _, err := run(ctx, tree, compiler, args...); err != nil {
 			return err
 		}
