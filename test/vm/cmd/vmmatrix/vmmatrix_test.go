@@ -134,7 +134,7 @@ func TestABrokenProgramFailsTheMatrix(t *testing.T) {
 	}
 	objects, out := t.TempDir(), t.TempDir()
 	// What a look-up has not found is used all the same.
-	_, err := rebuild.Object(t.Context(), objects, "clang-16", []rebuild.Edit{
+	err := rebuild.Objects(t.Context(), objects, "clang-16", []rebuild.Edit{
 		{File: "bpf/tc.c", Old: `return admission && admission->by == ADMITTED_BY_PROBE;`, New: `return admission->by == ADMITTED_BY_PROBE;`},
 	})
 	if errors.Is(err, rebuild.ErrMissing) {
