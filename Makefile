@@ -65,6 +65,12 @@ demo: root ## Two pods, a node proxy and real traffic in namespaces on this mach
 	$(GOBUILD) -o bin/demo ./test/demo
 	bin/demo $(DEMOFLAGS)
 
+.PHONY: screenshots
+screenshots: root build ## Draw what the commands show, from real runs: docs/images (root)
+	@hack/install-deps.sh screenshots
+	$(GOBUILD) -o bin/demo ./test/demo
+	hack/screenshots.py docs/images
+
 .PHONY: test
 test: root ## Run all tests on this machine's kernel (root)
 	@hack/install-deps.sh test

@@ -37,9 +37,10 @@ group() {
 		echo ip=iproute2 nft=nftables iptables=iptables nsenter=util-linux openssl=openssl curl=curl sysctl=procps
 		;;
 	lint) echo shellcheck=shellcheck ;;
+	screenshots) echo /usr/lib/python3/dist-packages/rich=python3-rich curl=curl nsenter=util-linux ;;
 	vm) echo qemu-system-x86_64=qemu-system-x86 xz=xz-utils ;;
 	*)
-		echo "install-deps.sh: unknown group '$1'; there are test, race, bench, e2e, format, generate, objects, lint and vm" >&2
+		echo "install-deps.sh: unknown group '$1'; there are test, race, bench, e2e, format, generate, objects, screenshots, lint and vm" >&2
 		exit 2
 		;;
 	esac

@@ -6,9 +6,9 @@ import (
 	"net/http"
 	"net/url"
 
-	"k8s.io/apimachinery/pkg/util/httpstream"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/remotecommand"
+	"k8s.io/streaming/pkg/httpstream"
 )
 
 // newExecutor makes streams as kubectl does: by WebSocket, or by SPDY where a server, or a proxy on the way, does not know that.

@@ -32,20 +32,33 @@ const logTail = 15
 
 // TestVerifier loads every program as it is committed.
 func TestVerifier(t *testing.T) {
-	spec, err := bpf.LoadRedirector()
-	if err != nil {
-		t.Fatal(err)
-	}
-	verify(t, committedCompiler, spec)
+	verify(t, committedCompiler, committedSpecs(t))
 }
 
-// TestVerifierOnAnotherCompilersPrograms loads every program as another compiler makes it. In a machine without one the object is
-// handed over; see TEST_OBJECTS in test/vm.
+// committedSpecs are the committed objects, by source.
+func committedSpecs(t *testing.T) map[string]*ebpf.CollectionSpec {
+	t.Helper()
+	specs := map[string]*ebpf.CollectionSpec{}
+	for source, read := range map[string]func() (*ebpf.CollectionSpec, error){
+		"redirector": bpf.LoadRedirector,
+		"monitor":    bpf.LoadMonitor,
+	} {
+		spec, err := read()
+		if err != nil {
+			t.Fatal(err)
+		}
+		specs[source] = spec
+	}
+	return specs
+}
+
+// TestVerifierOnAnotherCompilersPrograms loads every program as another compiler makes it. In a machine without one the objects
+// are handed over; see TEST_OBJECTS in test/vm.
 func TestVerifierOnAnotherCompilersPrograms(t *testing.T) {
-	object := filepath.Join(os.Getenv("TEST_OBJECTS"), otherCompiler+".o")
-	if os.Getenv("TEST_OBJECTS") == "" {
-		var err error
-		object, err = rebuild.Object(t.Context(), t.TempDir(), otherCompiler, nil)
+	objects := os.Getenv("TEST_OBJECTS")
+	if objects == "" {
+		objects = t.TempDir()
+		err := rebuild.Objects(t.Context(), objects, otherCompiler, nil)
 		if errors.Is(err, rebuild.ErrMissing) {
 			t.Skip(err)
 		}
@@ -53,15 +66,19 @@ func TestVerifierOnAnotherCompilersPrograms(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	spec, err := ebpf.LoadCollectionSpec(object)
-	if err != nil {
-		t.Fatal(err)
+	specs := map[string]*ebpf.CollectionSpec{}
+	for _, source := range rebuild.Sources {
+		spec, err := ebpf.LoadCollectionSpec(filepath.Join(objects, rebuild.ObjectName(source, otherCompiler)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		specs[source] = spec
 	}
-	verify(t, otherCompiler, spec)
+	verify(t, otherCompiler, specs)
 }
 
-// verify loads the programs one by one, with their maps, and holds what the verifier had to do against the budget.
-func verify(t *testing.T, compiler string, spec *ebpf.CollectionSpec) {
+// verify loads the programs of each source one by one, with their maps, and holds what the verifier had to do against the budget.
+func verify(t *testing.T, compiler string, specs map[string]*ebpf.CollectionSpec) {
 	if err := CheckFeatures(); err != nil {
 		t.Skip(err)
 	}
@@ -69,15 +86,22 @@ func verify(t *testing.T, compiler string, spec *ebpf.CollectionSpec) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	committed, err := bpf.LoadRedirector()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for name := range committed.Programs {
-		if spec.Programs[name] == nil {
-			t.Errorf("%s makes no program %s", compiler, name)
+	committed := committedSpecs(t)
+	for _, source := range slices.Sorted(maps.Keys(committed)) {
+		spec := specs[source]
+		if spec == nil {
+			t.Fatalf("%s makes no object of bpf/%s.c", compiler, source)
 		}
+		for name := range committed[source].Programs {
+			if spec.Programs[name] == nil {
+				t.Errorf("%s makes no program %s of bpf/%s.c", compiler, name, source)
+			}
+		}
+		verifyObject(t, budget, compiler, spec)
 	}
+}
+
+func verifyObject(t *testing.T, budget *verifier.Budget, compiler string, spec *ebpf.CollectionSpec) {
 	for _, name := range slices.Sorted(maps.Keys(spec.Programs)) {
 		t.Run(name, func(t *testing.T) {
 			cost := load(t, spec, name)

@@ -20,6 +20,7 @@ import (
 	"regexp"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -103,7 +104,7 @@ type options struct {
 	out, history, commit string
 	other                string
 	scenarios            []scenario
-	subjects             []string
+	subjects, also       []string
 	noEnrolments         bool
 }
 
@@ -120,6 +121,8 @@ func parse(args []string) (options, error) {
 	f.StringVar(&o.commit, "commit", "unknown", "what is measured")
 	only := f.String("run", "", "only scenarios whose names, as in the tables, match this `REGEXP`; enrolments are called enrolment")
 	f.StringVar(&o.other, "other", "", "compare with the agent in this `FILE`, too: this program built from other sources")
+	f.Var(also{&o.also, spliced}, "splice", "compare with an experiment, too: connections spliced by a map of sockets (IPv4)")
+	f.Var(also{&o.also, watched}, "monitor", "compare with Redirector while somebody watches all connections, too")
 	subjects := f.String("subjects", strings.Join(subjectNames, ","), "only these, of which direct must be the first")
 	if err := f.Parse(args); err != nil {
 		return o, err
@@ -153,6 +156,26 @@ func parse(args []string) (options, error) {
 	return o, nil
 }
 
+// also is a flag that adds a subject.
+type also struct {
+	subjects *[]string
+	name     string
+}
+
+func (a also) String() string { return "false" }
+
+// IsBoolFlag says to package flag that it takes no value.
+func (a also) IsBoolFlag() bool { return true }
+
+// Set is called for -flag, with "true", and for -flag=VALUE.
+func (a also) Set(value string) error {
+	on, err := strconv.ParseBool(value)
+	if on {
+		*a.subjects = append(*a.subjects, a.name)
+	}
+	return err
+}
+
 // pick leaves out what is not asked for.
 func (o *options) pick(only, subjects string) error {
 	wanted, err := regexp.Compile(only)
@@ -171,8 +194,9 @@ func (o *options) pick(only, subjects string) error {
 		}
 	}
 	if o.other != "" {
-		o.subjects = append(o.subjects, otherBuild)
+		o.also = append(o.also, otherBuild)
 	}
+	o.subjects = append(o.subjects, o.also...)
 	if o.subjects[0] != direct {
 		return fmt.Errorf("-subjects=%s does not begin with %s, to which all are compared", subjects, direct)
 	}

@@ -149,7 +149,7 @@ func (r *Report) plot(file string) error {
 		if err != nil {
 			return err
 		}
-		chart.Color, chart.LineStyle.Width = shades[i], 0
+		chart.Color, chart.LineStyle.Width = shades[i%len(shades)], 0
 		chart.Offset = vg.Points(width * (float64(i) - 1.5))
 		p.Add(chart)
 		p.Legend.Add(subject, chart)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
+	"github.com/redirector-dataplane/redirector/pkg/monitor"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 	"github.com/redirector-dataplane/redirector/test/bed"
 )
@@ -27,6 +28,8 @@ const (
 	iptablesNFT    = "iptables-nft"
 	nativeNFT      = "nftables"
 	otherBuild     = "other build" // redirector, with the agent of another build of this program; only if asked for
+	spliced        = "spliced"     // redirector, with an experiment beside it; only if asked for
+	watched        = "watched"     // redirector, with somebody who watches all connections by its monitor; only if asked for
 )
 
 var subjectNames = []string{direct, redirector, iptablesLegacy, iptablesNFT, nativeNFT}
@@ -51,6 +54,8 @@ type subject struct {
 	clients map[string]*rpc.Client // by direction
 	agent   *api.Client
 	binary  string // that has the agent
+	splice  *splice
+	unwatch context.CancelFunc
 }
 
 // captures says whether it is an agent that redirects.
@@ -64,7 +69,7 @@ func newSubject(ctx context.Context, name, other string) (*subject, error) {
 	}
 	s := &subject{name: name, Bed: b, clients: map[string]*rpc.Client{}}
 	switch name {
-	case redirector:
+	case redirector, spliced, watched:
 		s.binary, err = os.Executable()
 	case otherBuild:
 		s.binary, err = filepath.Abs(other)
@@ -117,7 +122,18 @@ func (s *subject) setUp(ctx context.Context) error {
 // redirect brings the pod's traffic to the proxy, if the subject does.
 func (s *subject) redirect(ctx context.Context) error {
 	if s.captures() {
-		return s.enrol(ctx)
+		if err := s.enrol(ctx); err != nil {
+			return err
+		}
+		switch s.name {
+		case spliced:
+			var err error
+			s.splice, err = newSplice(s.Cgroup)
+			return err
+		case watched:
+			return s.watch(ctx)
+		}
+		return nil
 	}
 	i := slices.IndexFunc(ruleSets, func(r ruleSet) bool { return r.name == s.name })
 	if i < 0 {
@@ -222,12 +238,33 @@ func until(ctx context.Context, p *bed.Proc, try func() error) error {
 	}
 }
 
+// watch has the agent tell this process of all that happens, for as long as the subject lives.
+func (s *subject) watch(ctx context.Context) error {
+	begun, ended := make(chan struct{}), make(chan error, 1)
+	ctx, s.unwatch = context.WithCancel(ctx)
+	go func() {
+		ended <- s.agent.Monitor(ctx, monitor.Filter{}, func() { close(begun) }, func(monitor.Event) error { return nil })
+	}()
+	select {
+	case <-begun:
+		return nil
+	case err := <-ended:
+		return fmt.Errorf("watch: %w", err)
+	}
+}
+
 // Close ends the subject's processes and removes its namespaces. An agent's dataplane goes with its bed.
 func (s *subject) Close() error {
 	for _, c := range []*rpc.Client{s.proxy, s.app, s.clients[outbound], s.clients[inbound], s.clients[probe]} {
 		if c != nil {
 			_ = c.Close()
 		}
+	}
+	if s.unwatch != nil {
+		s.unwatch()
+	}
+	if s.splice != nil {
+		return errors.Join(s.splice.Close(), s.Bed.Close())
 	}
 	return s.Bed.Close()
 }

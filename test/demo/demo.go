@@ -87,9 +87,17 @@ func (d *demo) tell(ctx context.Context) error {
 	return nil
 }
 
-// start runs this program in another role, in the node's network namespace.
+// start runs this program in another role, in the node's network namespace. The node proxy has a cgroup of its own: what it is in is
+// how it is known.
 func (d *demo) start(role, name string, args ...string) (*bed.Proc, error) {
-	p, err := d.bed.Start(d.bed.Node, true, name, append([]string{d.self}, args...), []string{roleVar + "=" + role})
+	group := d.bed.Cgroup
+	if role == roleNodeproxy {
+		var err error
+		if group, err = d.bed.Group("proxy"); err != nil {
+			return nil, err
+		}
+	}
+	p, err := d.bed.StartIn(d.bed.Node, group, name, append([]string{d.self}, args...), []string{roleVar + "=" + role})
 	if err == nil {
 		d.procs = append(d.procs, p)
 	}

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 )
 
@@ -121,42 +122,66 @@ func Agent(ctx context.Context, dir, version string, edits []Edit) (string, erro
 	return binary, err
 }
 
-// Object compiles the BPF programs with a compiler, as "clang-16", and with changes of the sources below bpf/, and returns the
-// path of the object, which is below dir. The flags are those of go generate. The error wraps ErrMissing when the compiler is.
-func Object(ctx context.Context, dir, compiler string, edits []Edit) (string, error) {
+// Sources are the files below bpf/ that an object each is made of, without their ending.
+var Sources = []string{"redirector", "monitor"}
+
+// ObjectName is the name of the file that Objects writes for one of Sources.
+func ObjectName(source, compiler string) string { return source + "-" + compiler + ".o" }
+
+// Objects compiles all BPF programs with a compiler, as "clang-16", and with changes of the sources below bpf/, and writes an
+// object for each of Sources into dir, by ObjectName. The flags are those of go generate. The error wraps ErrMissing when the
+// compiler is.
+func Objects(ctx context.Context, dir, compiler string, edits []Edit) error {
 	if _, err := exec.LookPath(compiler); err != nil {
-		return "", fmt.Errorf("%s is %w", compiler, ErrMissing)
+		return fmt.Errorf("%s is %w", compiler, ErrMissing)
+	}
+	dir, err := filepath.Abs(dir) // for the compiler, which runs elsewhere
+	if err != nil {
+		return fmt.Errorf("find the folder of the objects: %w", err)
 	}
 	source, err := root(ctx)
 	if err != nil {
-		return "", err
+		return err
 	}
-	tree, err := os.MkdirTemp(dir, "source-")
+	tree, err := os.MkdirTemp("", "redirector-source-")
 	if err != nil {
-		return "", fmt.Errorf("copy the sources: %w", err)
+		return fmt.Errorf("copy the sources: %w", err)
 	}
+	defer os.RemoveAll(tree)
 	if err := copyParts(tree, source, "bpf"); err != nil {
-		return "", err
+		return err
 	}
 	if err := applyAll(tree, edits); err != nil {
-		return "", err
+		return err
 	}
-	directive, err := os.ReadFile(filepath.Join(tree, "bpf", "bpf.go"))
+	tree = filepath.Join(tree, "bpf")
+	directives, err := os.ReadFile(filepath.Join(tree, "bpf.go"))
 	if err != nil {
-		return "", fmt.Errorf("find the flags of the compiler: %w", err)
+		return fmt.Errorf("find the flags of the compiler: %w", err)
 	}
-	found := compilerFlags.FindSubmatch(directive)
-	if found == nil {
-		return "", fmt.Errorf("find the flags of the compiler: bpf/bpf.go has no directive that matches %s", compilerFlags)
+	for _, source := range Sources {
+		flags, err := compilerFlags(directives, source)
+		if err != nil {
+			return err
+		}
+		object := filepath.Join(dir, ObjectName(source, compiler))
+		args := slices.Concat(flags, []string{"-target", "bpfel", "-c", source + ".c", "-o", object})
+		if _, err := run(ctx, tree, compiler, args...); err != nil {
+			return err
+		}
 	}
-	object := filepath.Join(dir, compiler+".o")
-	args := append(strings.Fields(string(found[1])), "-target", "bpfel", "-c", "redirector.c", "-o", object)
-	_, err = run(ctx, filepath.Join(tree, "bpf"), compiler, args...)
-	return object, err
+	return nil
 }
 
 // compilerFlags are what go generate hands to the compiler.
-var compilerFlags = regexp.MustCompile(`(?m)^//go:generate .* redirector\.c -- (.*)$`)
+func compilerFlags(directives []byte, source string) ([]string, error) {
+	directive := regexp.MustCompile(`(?m)^//go:generate .* ` + regexp.QuoteMeta(source) + `\.c -- (.*)$`)
+	found := directive.FindSubmatch(directives)
+	if found == nil {
+		return nil, fmt.Errorf("find the flags of the compiler: bpf/bpf.go has no directive that matches %s", directive)
+	}
+	return strings.Fields(string(found[1])), nil
+}
 
 // root is the module's.
 func root(ctx context.Context) (string, error) {

@@ -14,33 +14,23 @@ import (
 
 func main() {
 	if len(os.Args) < 3 {
-		fmt.Fprintln(os.Stderr, "usage: object FOLDER COMPILER...: writes FOLDER/COMPILER.o")
+		fmt.Fprintln(os.Stderr, "usage: object FOLDER COMPILER...: writes FOLDER/SOURCE-COMPILER.o for each source")
 		os.Exit(2)
 	}
-	for _, compiler := range os.Args[2:] {
-		if err := write(os.Args[1], compiler); err != nil {
-			fmt.Fprintln(os.Stderr, "object:", err)
-			os.Exit(1)
-		}
+	if err := write(os.Args[1], os.Args[2:]); err != nil {
+		fmt.Fprintln(os.Stderr, "object:", err)
+		os.Exit(1)
 	}
 }
 
-func write(dir, compiler string) error {
-	scratch, err := os.MkdirTemp("", "redirector-object-")
-	if err != nil {
-		return fmt.Errorf("make a scratch folder: %w", err)
+func write(dir string, compilers []string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("make the folder of the objects: %w", err)
 	}
-	defer os.RemoveAll(scratch)
-	object, err := rebuild.Object(context.Background(), scratch, compiler, nil)
-	if err != nil {
-		return err
+	for _, compiler := range compilers {
+		if err := rebuild.Objects(context.Background(), dir, compiler, nil); err != nil {
+			return err
+		}
 	}
-	b, err := os.ReadFile(object)
-	if err == nil {
-		err = os.MkdirAll(dir, 0o755)
-	}
-	if err != nil {
-		return fmt.Errorf("keep the object: %w", err)
-	}
-	return os.WriteFile(dir+"/"+compiler+".o", b, 0o644)
+	return nil
 }

@@ -25,7 +25,7 @@ const (
 	usual = 0.3
 	// share is how many seconds of tests one machine gets at most, unless a single one takes longer. A machine that is started
 	// for less than this spends too much of its time on starting.
-	share = 45.0
+	share = 100.0
 	// refused is the line on which tests skip at once, all but those of its refusal.
 	refused = "5.10"
 	// noted is from how many seconds on a test is in the list.

@@ -19,7 +19,7 @@ import (
 )
 
 func TestTestsAreSharedOutEvenly(t *testing.T) {
-	seconds := map[string]float64{"TestLong": 100, "TestHalf": 40, "TestOther": 50}
+	seconds := map[string]float64{"TestLong": 2.2 * share, "TestHalf": 0.9 * share, "TestOther": 1.1 * share}
 	var tests []string
 	for i := range 30 {
 		tests = append(tests, fmt.Sprintf("TestShort%d", i))
@@ -49,7 +49,7 @@ func TestTestsAreSharedOutEvenly(t *testing.T) {
 	if d := cmp.Diff(tests, all); d != "" {
 		t.Errorf("each test has to be in one batch (-want +got):\n%s", d)
 	}
-	if len(batches) != 5 { // 100 + 40 + 50 + 30 × 0.3 seconds, in shares of 45
+	if len(batches) != 5 { // 2.2 + 0.9 + 1.1 shares, and 30 × 0.3 seconds
 		t.Errorf("%d batches", len(batches))
 	}
 }
@@ -134,7 +134,7 @@ func TestABrokenProgramFailsTheMatrix(t *testing.T) {
 	}
 	objects, out := t.TempDir(), t.TempDir()
 	// What a look-up has not found is used all the same.
-	_, err := rebuild.Object(t.Context(), objects, "clang-16", []rebuild.Edit{
+	err := rebuild.Objects(t.Context(), objects, "clang-16", []rebuild.Edit{
 		{File: "bpf/tc.c", Old: `return admission && admission->by == ADMITTED_BY_PROBE;`, New: `return admission->by == ADMITTED_BY_PROBE;`},
 	})
 	if errors.Is(err, rebuild.ErrMissing) {
