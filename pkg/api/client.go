@@ -122,11 +122,12 @@ func (c *Client) Verify(ctx context.Context, uid string) (Verification, error) {
 	return v, err
 }
 
-// Explain asks what becomes of a connection of the pod with that UID; the query's Cookie is not looked at.
+// Explain asks what becomes of a connection of the pod with that UID; the query's Cookie and Interface are not looked at, for the agent
+// finds them by UID and name.
 func (c *Client) Explain(ctx context.Context, uid string, q explain.Query) (explain.Answer, error) {
 	var answer explain.Answer
 	values := url.Values{"pod": {uid}}
-	for name, value := range map[string]string{"by": string(q.By), "protocol": string(q.Protocol)} {
+	for name, value := range map[string]string{"by": string(q.By), "protocol": string(q.Protocol), "via": q.Via} {
 		if value != "" {
 			values.Set(name, value)
 		}

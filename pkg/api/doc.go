@@ -11,7 +11,7 @@
 //	GET    /v1/pods/{uid}/inspection  all about one enrolled pod, the kernel having been asked: Inspection
 //	POST   /v1/pods/{uid}/verification  check one enrolled pod with real packets: Verification
 //	GET    /v1/explain              what becomes of a connection: explain.Answer; of the pod with the UID pod, from and to being
-//	                                addresses with ports, and by and protocol as in explain.Query
+//	                                addresses with ports, and by, protocol and via as in explain.Query
 //	GET    /v1/monitor              what happens from now on, a monitor.Event a line, of what passes a monitor.Filter
 //	GET    /v1/status               the agent, its node proxies, totals and what needs attention: Status
 //

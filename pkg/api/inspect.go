@@ -98,7 +98,7 @@ func (s *Server) explain(r *http.Request) (any, error) {
 	if err := enroll.ValidateUID(uid); err != nil {
 		return nil, invalid(err)
 	}
-	q := explain.Query{By: explain.Maker(values.Get("by")), Protocol: explain.Protocol(values.Get("protocol"))}
+	q := explain.Query{By: explain.Maker(values.Get("by")), Protocol: explain.Protocol(values.Get("protocol")), Via: values.Get("via")}
 	if q.By != "" && !slices.Contains(explain.Makers(), q.By) {
 		return nil, invalid(fmt.Errorf("bad maker %q: use one of %v", q.By, explain.Makers()))
 	}
@@ -126,6 +126,13 @@ func (s *Server) explain(r *http.Request) (any, error) {
 		return nil, fmt.Errorf("pod %s: %w", uid, enroll.ErrNotEnrolled)
 	}
 	q.Cookie = pod.NetNSCookie
+	if q.Via != "" {
+		index, err := s.Enroller.InterfaceIndex(r.Context(), uid, q.Via)
+		if err != nil {
+			return nil, err
+		}
+		q.Interface = uint32(index)
+	}
 	answer, err := explain.Explain(s.Enroller.Datapath.Maps(), q)
 	if err != nil {
 		return nil, invalid(err)

@@ -111,6 +111,32 @@ func (e *Enroller) Inspect(ctx context.Context, uid string) (*Inspection, error)
 	return i, nil
 }
 
+// InterfaceIndex finds an interface of a pod by its name. The error wraps ErrNotEnrolled if there is no such pod, ErrBusy when it is being
+// worked on for longer than a few seconds; it is an *InvalidError when it has no such interface.
+func (e *Enroller) InterfaceIndex(ctx context.Context, uid, name string) (int, error) {
+	p, err := e.claimWithin(ctx, uid, inspectPatience)
+	if err != nil {
+		return 0, err
+	}
+	defer e.release(p)
+	if p.ns == nil {
+		return 0, ErrNotEnrolled
+	}
+	n, err := openPodNet(p.ns)
+	if err != nil {
+		return 0, err
+	}
+	defer n.close()
+	link, err := n.handle.LinkByName(name)
+	if errors.As(err, &netlink.LinkNotFoundError{}) {
+		return 0, &InvalidError{fmt.Errorf("pod %s has no interface %q: see `nsenter --net=%s ip link`", p.uid, name, p.ns.Path())}
+	}
+	if err != nil {
+		return 0, fmt.Errorf("look for interface %q of pod %s: %w", name, p.uid, err)
+	}
+	return link.Attrs().Index, nil
+}
+
 // claimWithin is tryClaim again and again until that works, the pod is no more, or time is up.
 func (e *Enroller) claimWithin(ctx context.Context, uid string, patience time.Duration) (*pod, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)

@@ -58,7 +58,9 @@ type Query struct {
 	Protocol Protocol
 	// By is who connects; if empty, it is the app for a source of the pod's own, and a peer for any other.
 	By Maker
-	// Interface is the index of the interface of the pod that an inbound connection comes by; 0: one by which nothing is rerouted.
+	// Via is the name of the interface of the pod that an inbound connection comes by, and Interface its index; 0: one by which nothing
+	// is rerouted. Explain goes by the index alone.
+	Via       string
 	Interface uint32
 }
 

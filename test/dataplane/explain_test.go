@@ -83,6 +83,26 @@ func TestExplainSaysWhatHappens(t *testing.T) {
 		}
 	})
 
+	// Of a machine behind the pod.
+	n.change(pod, api.SettingsRequest{"reroute-interfaces": "br0"})
+	m := n.machine(t, pod, "machine", "br0")
+	n.routed(t, pod)
+	eachFamily(t, func(t *testing.T, family string) {
+		from := netip.AddrPortFrom(addr(m, family), 0)
+		for name, to := range map[string]netip.AddrPort{
+			"of a machine":                     netip.AddrPortFrom(addr(n.Outside, family), 8080),
+			"of a machine to its pod":          netip.AddrPortFrom(addr(pod, family), 8080),
+			"of a machine to the proxy's port": netip.AddrPortFrom(addr(pod, family), maps.PortInbound),
+		} {
+			c := n.tcp(name, m, explain.Query{From: from, To: to, Via: "br0"})
+			t.Run(name, func(t *testing.T) { n.compare(t, pod, c) })
+		}
+	})
+	q := explain.Query{From: netip.AddrPortFrom(m.V4, 0), To: netip.AddrPortFrom(n.Outside.V4, 80), Via: "br9"}
+	if _, err := n.agent.client.Explain(t.Context(), "uid-pod", q); err == nil || !strings.Contains(err.Error(), `no interface "br9"`) {
+		t.Errorf("by an interface that is not there: %v", err)
+	}
+
 	// Without a proxy the same goes nowhere.
 	if err := n.proxy.Kill(); err != nil {
 		t.Fatal(err)

@@ -16,6 +16,7 @@ import (
 
 type explainOptions struct {
 	pod, from, to string
+	via           string
 	by            choice
 	protocol      choice
 	runDir        string
@@ -35,12 +36,13 @@ it so. The agent goes through the list as the programs in the kernel do, and ask
 Without --from the pod's app connects. A source of the pod's own, too, means its app, unless --by says that the
 proxy does; any other source means a peer, unless --by says that it is a process of the host: kubelet, node (in no
 pod's cgroup) or host-pod (of a pod with hostNetwork). With a source port, a connection that is admitted right
-now is found.
+now is found. Of a machine behind the pod, name the interface of the pod that it comes by, with --via.
 
 The last line names the counter that counts such connections, which "redirector pod" shows.`,
 		Example: `  redirector explain --pod shop/web --to 198.51.100.7:443
   redirector explain --pod web --from 198.51.100.7 --to 10.0.0.7:8080
   redirector explain --pod web --from 10.0.0.1 --by kubelet --to 10.0.0.7:8080
+  redirector explain --pod vm --from 10.77.0.2 --via br0 --to 198.51.100.7:443
   redirector explain --pod web --to 198.51.100.53:53 --protocol udp -o json`,
 	}
 	output := addOutput(cmd.Flags())
@@ -49,6 +51,7 @@ The last line names the counter that counts such connections, which "redirector 
 	flags.StringVar(&o.pod, "pod", "", "the pod: its UID, NAMESPACE/NAME, or name")
 	flags.StringVar(&o.from, "from", "", "source address, with or without a port (default: the pod's own)")
 	flags.StringVar(&o.to, "to", "", "destination address and port")
+	flags.StringVar(&o.via, "via", "", "interface of the pod that the connection comes by, as in reroute-interfaces (default: its own)")
 	flags.Var(&o.by, "by", "who connects (default: the app from the pod's own address, a peer from any other)")
 	flags.Var(&o.protocol, "protocol", "the transport protocol")
 	_ = cmd.RegisterFlagCompletionFunc("pod", func(cmd *cobra.Command, _ []string, begun string) ([]cobra.Completion, cobra.ShellCompDirective) {
@@ -79,7 +82,7 @@ The last line names the counter that counts such connections, which "redirector 
 
 // query checks all that can be known without the agent.
 func (o *explainOptions) query() (explain.Query, error) {
-	q := explain.Query{By: explain.Maker(o.by.value), Protocol: explain.Protocol(o.protocol.value)}
+	q := explain.Query{By: explain.Maker(o.by.value), Protocol: explain.Protocol(o.protocol.value), Via: o.via}
 	if o.pod == "" || o.to == "" {
 		return q, fmt.Errorf("give --pod and --to, as in --pod shop/web --to 198.51.100.7:443")
 	}
