@@ -359,7 +359,7 @@ func (e *Enroller) apply(p *pod) (err error) {
 	step("state file", func() (func() error, error) {
 		var noted bool
 		if p.before, noted = e.stateBefore(p); !noted {
-			if p.before, err = n.look(); err != nil {
+			if p.before, err = n.look(&p.watch.sysctls); err != nil {
 				return nil, err
 			}
 		}

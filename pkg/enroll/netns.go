@@ -273,23 +273,14 @@ func rules(family, table int, reroute []string) []*netlink.Rule {
 }
 
 // look notes what is so now and enrolment may change.
-func (n *podNet) look() (was before, err error) {
+func (n *podNet) look(open *openSysctls) (was before, err error) {
 	for _, l := range n.links {
 		was.Links = append(was.Links, l.Attrs().Index)
 	}
 	if was.Clsact, err = loader.HasClsact(n.handle); err != nil {
 		return was, err
 	}
-	err = n.ns.Do(func() error {
-		for _, s := range sysctls(n.ipv6, &was.Restore) {
-			value, err := readSysctl(s.name)
-			if err != nil {
-				return err
-			}
-			*s.wasZero = value == "0"
-		}
-		return nil
-	})
+	was.Restore, err = open.zero(n.ns, n.ipv6)
 	return was, err
 }
 

@@ -9,6 +9,8 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -115,15 +117,17 @@ func (r *reconciler) look() {
 		r.failing = err.Error()
 		r.Log.Error("cannot compare the maps with the pods: it is tried again", "error", err)
 	}
-	var group errgroup.Group
-	group.SetLimit(lookers)
-	for _, uid := range r.uids() {
-		group.Go(func() error {
-			r.lookAt(uid, have)
-			return nil
+	uids := r.uids()
+	var next atomic.Int64
+	var group sync.WaitGroup
+	for range min(lookers, len(uids)) {
+		group.Go(func() {
+			for i := next.Add(1) - 1; i < int64(len(uids)); i = next.Add(1) - 1 {
+				r.lookAt(uids[i], have)
+			}
 		})
 	}
-	_ = group.Wait()
+	group.Wait()
 	if have != nil {
 		r.removeStale(have)
 		if r.round%unnamedEvery == 0 {
@@ -289,6 +293,9 @@ func (e *Enroller) repairTargets(p *pod, have *inMaps) error {
 
 // repairSteer puts the steer program back: its link, the link's pin, or the program that the link runs.
 func (e *Enroller) repairSteer(p *pod) error {
+	if p.steer != 0 && e.Datapath.Steers(p.ns, p.uid, p.steer) {
+		return nil
+	}
 	id, err := e.Datapath.SteerProgram(p.ns, p.uid)
 	if err != nil || id != 0 && id == p.steer {
 		return err

@@ -17,7 +17,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/google/renameio/v2"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/redirector-dataplane/redirector/pkg/maps"
@@ -68,12 +67,34 @@ func (e *Enroller) saveState(p *pod) error {
 		if have, errRead := os.ReadFile(e.stateFile(p.uid)); errRead == nil && bytes.Equal(have, b) {
 			return nil
 		}
-		err = renameio.WriteFile(e.stateFile(p.uid), b, 0o600, renameio.WithTempDir(e.StateDir))
+		err = replaceFile(e.stateFile(p.uid), b)
 	}
 	if err != nil {
 		return fmt.Errorf("note the pod in %s: %w", e.StateDir, err)
 	}
 	return nil
+}
+
+// replaceFile gives a file its content in one step: whoever is killed meanwhile leaves the old one or the new one, and perhaps
+// what removeHalfWritten removes. It does not wait for the disk, which takes longer than all the rest of an enrolment: what a
+// machine that stops has not written is of a boot that is over, and nobody's to read.
+func replaceFile(name string, content []byte) (err error) {
+	f, err := os.CreateTemp(filepath.Dir(name), "."+filepath.Base(name)+"*") // with mode 0600
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(f.Name()))
+		}
+	}()
+	if _, err := f.Write(content); err != nil {
+		return errors.Join(err, f.Close())
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	return os.Rename(f.Name(), name)
 }
 
 func (e *Enroller) removeState(uid string) error {
@@ -122,6 +143,9 @@ func readStates(dir string) (saved map[string]savedPod, unread []error, err erro
 	boot := bootID()
 	for _, file := range files {
 		s, err := readState(file)
+		if errors.Is(err, errNotWritten) {
+			continue
+		}
 		if name := filepath.Base(file); err == nil && name != s.UID+stateSuffix {
 			err = fmt.Errorf("it is about the pod with UID %s, which has a file of its own: remove it", s.UID)
 		}
@@ -134,9 +158,15 @@ func readStates(dir string) (saved map[string]savedPod, unread []error, err erro
 	return saved, unread, nil
 }
 
+// errNotWritten says that a machine has stopped before a file's content was on the disk: the file is of another boot.
+var errNotWritten = errors.New("it is empty")
+
 func readState(file string) (savedPod, error) {
 	var s savedPod
 	b, err := os.ReadFile(file)
+	if err == nil && len(bytes.Trim(b, "\x00")) == 0 {
+		return s, errNotWritten
+	}
 	if err == nil {
 		err = json.Unmarshal(b, &s)
 	}

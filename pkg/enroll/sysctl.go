@@ -33,44 +33,47 @@ func sysctls(ipv6 bool, r *maps.Restore) []sysctl {
 	return all
 }
 
-// openSysctls are the sysctls of one namespace, open for reading. Reading one that is open takes a microsecond; to look it up again
-// each time takes more than 0.1 ms where there are 1000 namespaces, each with its own tree below /proc/sys/net. The zero value has
-// none open.
+// openSysctls are the sysctls of one namespace, open for reading, and for writing where that is allowed. Reading one that is open
+// takes a microsecond; to look it up again each time takes more than 0.1 ms where there are 1000 namespaces, each with its own tree
+// below /proc/sys/net. The zero value has none open.
 type openSysctls []int
 
 // switchOn sets what is 0 to 1 and returns which these were. One that is not 0 is only read: where sysctls cannot be written,
 // somebody else may have set it.
 func (o *openSysctls) switchOn(ns *podns.NetNS, ipv6 bool) (changed maps.Restore, err error) {
-	var zero maps.Restore
+	zero, err := o.zero(ns, ipv6)
+	if err != nil || zero == (maps.Restore{}) {
+		return changed, err
+	}
+	for i, s := range sysctls(ipv6, &zero) {
+		if !*s.wasZero {
+			continue
+		}
+		if _, err = unix.Pwrite((*o)[i], []byte("1"), 0); err != nil {
+			// By its name, to be told why: one that is open for reading only says that it is a bad descriptor.
+			err = ns.Do(func() error { return writeSysctl(s.name, "1") })
+		}
+		if err != nil {
+			_ = restoreSysctls(ns, ipv6, zero) // why that fails, if it does, is known
+			return changed, err
+		}
+	}
+	return zero, nil
+}
+
+// zero returns which are 0.
+func (o *openSysctls) zero(ns *podns.NetNS, ipv6 bool) (zero maps.Restore, err error) {
 	all := sysctls(ipv6, &zero)
 	if len(*o) != len(all) {
 		if err := o.open(ns, all); err != nil {
-			return changed, err
+			return maps.Restore{}, err
 		}
 	}
 	for i, s := range all {
 		if *s.wasZero, err = isZero((*o)[i], s.name); err != nil {
 			o.close() // to be opened anew the next time
-			return changed, err
+			return maps.Restore{}, err
 		}
-	}
-	if zero == (maps.Restore{}) {
-		return changed, nil
-	}
-	err = ns.Do(func() error {
-		for _, s := range sysctls(ipv6, &zero) {
-			if !*s.wasZero {
-				continue
-			}
-			if err := writeSysctl(s.name, "1"); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		_ = restoreSysctls(ns, ipv6, zero) // why that fails, if it does, is known
-		return changed, err
 	}
 	return zero, nil
 }
@@ -79,7 +82,10 @@ func (o *openSysctls) open(ns *podns.NetNS, all []sysctl) error {
 	o.close()
 	err := ns.Do(func() error {
 		for _, s := range all {
-			fd, err := unix.Open(podns.Sysctl(s.name), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+			fd, err := unix.Open(podns.Sysctl(s.name), unix.O_RDWR|unix.O_CLOEXEC, 0)
+			if err != nil {
+				fd, err = unix.Open(podns.Sysctl(s.name), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+			}
 			if err != nil {
 				return fmt.Errorf("open a sysctl: %s: %w", podns.Sysctl(s.name), err)
 			}

@@ -217,3 +217,29 @@ func TestAHostWithoutIPv6(t *testing.T) {
 	}
 	wantUnchanged(t, before, host)
 }
+
+// An address that is taken away is put back, and found where it is among those of other interfaces.
+func TestAnAddressThatIsGoneIsAddedAgain(t *testing.T) {
+	for _, gone := range []hostprobe.Addrs{{V4: hostprobe.Defaults.V4}, {V6: hostprobe.Defaults.V6}} {
+		b := bed.ForTest(t, bed.Options{})
+		add := func() error {
+			_, err := hostprobe.Add(hostprobe.Defaults)
+			return err
+		}
+		if err := b.Node.Do(add); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Node.Do(func() error { return hostprobe.Remove(gone) }); err != nil {
+			t.Fatal(err)
+		}
+		if got := onLoopback(t, b.Node); len(got) != 1 {
+			t.Fatalf("lo has %v, want one of them", got)
+		}
+		if err := b.Node.Do(add); err != nil {
+			t.Fatal(err)
+		}
+		if got := onLoopback(t, b.Node); !slices.Equal(got, []netip.Addr{hostprobe.Defaults.V4, hostprobe.Defaults.V6}) {
+			t.Errorf("lo has %v", got)
+		}
+	}
+}

@@ -62,6 +62,7 @@ func TestMain(m *testing.M) {
 // restart (from the start of the process until it answers, with every pod adopted) as ns/op:
 //
 //	capture-s   until all pods are captured, 50 at a time
+//	maps-kB/pod, programs-kB/pod  kernel memory
 //	serve-s     until a node proxy has started for each, too: that of the tests starts them one after another
 //	idle-%      of one core that the agent uses when nothing happens
 //	rss-MB      memory of the agent then, with the binary's pages; anon-MB without them
@@ -72,14 +73,22 @@ func BenchmarkNode(b *testing.B) {
 	}
 	n := newNode(b)
 	a := n.startAgent()
-	n.startProxy()
 	specs := n.makePods(fromEnv(b, podsVariable, manyPods, strconv.Atoi))
+	crowds := n.measureCrowds(a, specs)
+	n.startProxy()
+	n.enrol(a, specs[:1])
+	n.whole(a, 1)
+	hops := []hop{n.measureHop(1)}
+	memory := n.kernelMemory()
 	start := time.Now()
-	n.enrol(a, specs)
+	n.enrol(a, specs[1:])
 	captured := time.Since(start)
 	n.whole(a, len(specs))
 	served := time.Since(start)
 	n.reaches(specs)
+	hops = append(hops, n.measureHop(len(specs)))
+	grown := n.kernelMemory()
+	perPod := func(now, before uint64) float64 { return float64(now-before) / float64(len(specs)-1) / 1024 }
 
 	var restarts []time.Duration
 	for b.Loop() {
@@ -95,18 +104,27 @@ func BenchmarkNode(b *testing.B) {
 		b.StartTimer()
 	}
 	slices.Sort(restarts)
-	b.ReportMetric(restarts[len(restarts)/2].Seconds(), "restart-p50-s")
-	b.ReportMetric(captured.Seconds(), "capture-s")
-	b.ReportMetric(served.Seconds(), "serve-s")
+	var rows [][2]string
+	metric := func(what string, value float64, unit string) {
+		b.ReportMetric(value, unit)
+		rows = append(rows, [2]string{what, fmt.Sprintf("%.4g", value)})
+	}
+	metric("pods on the node", float64(len(specs)), "pods")
+	metric("a restart, until the agent answers with all pods adopted, median, s", restarts[len(restarts)/2].Seconds(), "restart-p50-s")
+	metric("all captured, 50 at a time, while a proxy takes them, s", captured.Seconds(), "capture-s")
+	metric("and served by the proxy of the tests, which takes one after another, s", served.Seconds(), "serve-s")
+	metric("kernel memory of a pod's entries in maps, kB", perPod(grown.maps, memory.maps), "maps-kB/pod")
+	metric("kernel memory of a pod's programs, kB", perPod(grown.programs, memory.programs), "programs-kB/pod")
 
 	time.Sleep(calm)
 	idle := fromEnv(b, idleVariable, idleTime, time.ParseDuration)
 	before := n.cpu(a)
 	time.Sleep(idle)
-	b.ReportMetric(100*(n.cpu(a)-before).Seconds()/idle.Seconds(), "idle-%")
-	b.ReportMetric(n.memory(a, "VmRSS"), "rss-MB")
-	b.ReportMetric(n.memory(a, "RssAnon"), "anon-MB")
-	b.ReportMetric(float64(n.descriptors(a)), "fds")
+	metric("the idle agent, % of a core", 100*(n.cpu(a)-before).Seconds()/idle.Seconds(), "idle-%")
+	metric("its memory (RSS), MB", n.memory(a, "VmRSS"), "rss-MB")
+	metric("of that without the binary's pages, MB", n.memory(a, "RssAnon"), "anon-MB")
+	metric("its file descriptors", float64(n.descriptors(a)), "fds")
+	report(b, rows, crowds, hops)
 	status, err := a.client.Status(b.Context())
 	if err != nil {
 		b.Fatal(err)
