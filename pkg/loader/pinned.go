@@ -35,8 +35,8 @@ type infoByFD struct {
 
 // netnsLinkInfo is the beginning of struct bpf_link_info, for a link on a network namespace.
 type netnsLinkInfo struct {
-	kind, id, program, _ uint32
-	inode, attach        uint32
+	kind, _, program, _ uint32
+	inode, _            uint32
 }
 
 // Steers says whether the pod's pinned link runs that program in the namespace. It is SteerProgram for those who ask again and
