@@ -217,6 +217,7 @@ func report(b *testing.B, rows [][2]string, crowds []crowd, hops []hop) {
 	for _, h := range hops {
 		fmt.Fprintf(&s, "| %d | %.0f | %.0f |\n", h.pods, h.connects, h.answers)
 	}
+	fmt.Fprint(&s, "\nHow it is measured is in [method.md](method.md), and what was tried in [tried.md](tried.md).\n")
 	if err := os.WriteFile(name, []byte(s.String()), 0o644); err != nil {
 		b.Fatal(err)
 	}
