@@ -130,18 +130,6 @@ static __always_inline void prepare_proxy(struct bpf_sock_addr *ctx, struct bpf_
 		bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &mark, sizeof(mark));
 }
 
-/* The proxy connects a socket in a pod: that tells it from those that it accepts, which inherit all else. */
-static __always_inline void note_connects(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
-{
-	struct socket_verdict *verdict;
-
-	if (ctx->type != SOCK_STREAM || (sk->mark & MARK_MASK) != MARK_PROXY || !pod_lookup(bpf_get_netns_cookie(ctx)))
-		return;
-	verdict = bpf_sk_storage_get(&sockets, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
-	if (verdict)
-		verdict->connects = 1;
-}
-
 /*
  * Does the proxy bind a socket to the address of a machine behind its pod, to speak for it? The answers would be routed on to the
  * machine, which knows of no connection. So it speaks as the pod does, as the pod's own masquerading would have it.
@@ -195,8 +183,6 @@ int redir_connect4(struct bpf_sock_addr *ctx)
 	__u64 target;
 
 	addr_from_v4(&dst, ctx->user_ip4);
-	if (sk)
-		note_connects(ctx, sk);
 	if (sk && sk->src_ip4) {
 		addr_from_v4(&src, sk->src_ip4);
 		prepare_proxy(ctx, sk, &src, &dst);
@@ -227,7 +213,6 @@ int redir_connect6(struct bpf_sock_addr *ctx)
 
 	addr_from_v6(&dst, ctx, user_ip6);
 	if (sk) {
-		note_connects(ctx, sk);
 		src.words[0] = sk->src_ip6[0];
 		src.words[1] = sk->src_ip6[1];
 		src.words[2] = sk->src_ip6[2];

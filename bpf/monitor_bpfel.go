@@ -207,12 +207,12 @@ type MonitorProbeTargetKey struct {
 }
 
 type MonitorSocketVerdict struct {
-	_           structs.HostLayout
-	ProbeTarget uint64
-	ByProxy     uint32
-	Connects    uint32
-	Listens     uint32
-	Reserved    uint32
+	_                structs.HostLayout
+	ProbeTarget      uint64
+	ByProxy          uint32
+	ReservedConnects uint32
+	Listens          uint32
+	Reserved         uint32
 }
 
 type MonitorTailCall uint32

@@ -35,7 +35,7 @@ static __always_inline void sock_remote(struct bpf_sock *sk, union ip_addr *addr
  * Has the proxy accepted this connection from redir_steer? What an app or a machine has sent has the mark of what the outbound
  * listener accepts, which gets nothing else. What a peer has sent has the note of a listener that is steered to, and comes from an
  * address that is not the pod's: what the pod sends to itself, and a probe that is let through, have found a listener by its
- * address. What the proxy connects itself has a note of that.
+ * address. What the proxy connects itself has neither.
  */
 static __always_inline bool was_steered(struct bpf_sock *sk, __u64 cookie, const union ip_addr *local)
 {
@@ -49,7 +49,7 @@ static __always_inline bool was_steered(struct bpf_sock *sk, __u64 cookie, const
 	if (mark == MARK_ACCEPT)
 		return true;
 	verdict = bpf_sk_storage_get(&sockets, sk, NULL, 0);
-	if (!verdict || !verdict->listens || verdict->connects || mark != MARK_PROXY || !socket_is_of_proxy(sk))
+	if (!verdict || !verdict->listens || mark != MARK_PROXY || !socket_is_of_proxy(sk))
 		return false;
 	sock_remote(sk, &remote);
 	if (addr_is_own(cookie, &remote))

@@ -222,9 +222,9 @@ struct cgroup_value {
 
 /* What is known of a socket from the process that made it or connected it, for hooks that cannot ask. */
 struct socket_verdict {
-	__u64 probe_target; /* netns cookie of the pod that it probes; 0: it is no probe */
-	__u32 by_proxy;     /* 1: a process in a proxy's cgroup made it */
-	__u32 connects;     /* 1: the proxy has connected it, from a pod; it was not accepted */
+	__u64 probe_target;      /* netns cookie of the pod that it probes; 0: it is no probe */
+	__u32 by_proxy;          /* 1: a process in a proxy's cgroup made it */
+	__u32 reserved_connects; /* of earlier versions */
 	/* The port of a listener of the proxy's that is steered to, and of what that has accepted, except the outbound one; or 0. */
 	__u32 listens;
 	__u32 reserved;

@@ -225,12 +225,12 @@ const (
 )
 
 type RedirectorSocketVerdict struct {
-	_           structs.HostLayout
-	ProbeTarget uint64
-	ByProxy     uint32
-	Connects    uint32
-	Listens     uint32
-	Reserved    uint32
+	_                structs.HostLayout
+	ProbeTarget      uint64
+	ByProxy          uint32
+	ReservedConnects uint32
+	Listens          uint32
+	Reserved         uint32
 }
 
 type RedirectorTailCall uint32

@@ -29,6 +29,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -81,7 +82,7 @@ func run(ctx context.Context, pattern string, list bool, markdown string) (ok bo
 		return false, fmt.Errorf("bad -run: %w", err)
 	}
 	var todo []mutation
-	for _, m := range append(mutations(), adoptionMutations()...) {
+	for _, m := range slices.Concat(mutations(), adoptionMutations(), monitorMutations()) {
 		if chosen.MatchString(m.name) {
 			todo = append(todo, m)
 		}

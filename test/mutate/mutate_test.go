@@ -5,6 +5,7 @@ package main
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -14,7 +15,7 @@ import (
 func TestEveryMutationApplies(t *testing.T) {
 	root := filepath.Join("..", "..")
 	names := map[string]bool{}
-	for _, m := range append(mutations(), adoptionMutations()...) {
+	for _, m := range slices.Concat(mutations(), adoptionMutations(), monitorMutations()) {
 		if names[m.name] {
 			t.Errorf("%s: there are two of that name", m.name)
 		}

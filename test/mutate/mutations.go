@@ -124,8 +124,8 @@ func mutations() []mutation {
 			old: "if (ctx->family == AF_INET6) {\n\t\tkey.slot", new: "if (0) {\n\t\tkey.slot", tests: "TestTheNewestListenerGetsAll",
 		},
 		{
-			name: "listeners: the outbound one keeps the proxy's mark", file: sockOps,
-			old: "if (port == PORT_OUTBOUND)\n", new: "if (0 && port == PORT_OUTBOUND)\n", tests: "TestTheProxyIsToldWhenAClientIsGone",
+			name: "listeners: the outbound one keeps the proxy's mark and note", file: sockOps,
+			old: "if (port == PORT_OUTBOUND && ", new: "if (0 && ", tests: "TestTheProxyIsToldWhenAClientIsGone",
 		},
 		{
 			name: "listeners: marked ones are not counted", file: sockOps,
@@ -552,19 +552,19 @@ func mutations() []mutation {
 		},
 		{
 			name: "reroute: what the proxy accepts from machines stays on lo", file: sockOps,
-			old: "set_mark(ctx, sk->mark, MARK_ACCEPT);", new: "set_mark(ctx, sk->mark, MARK_REPLY);", tests: machines,
+			old: "set_mark(ctx, sk->mark, MARK_ACCEPT)", new: "set_mark(ctx, sk->mark, MARK_REPLY)", tests: machines,
 		},
 		{
 			name: "reroute: the seal drops the proxy's answers to machines", file: tc,
-			old: " || answer_is_to_machine(skb))", new: ")", tests: machines,
+			old: " || answer_is_to_machine(skb, cookie, p))", new: ")", tests: machines,
 		},
 		{
 			name: "reroute: a syncookie's answer to a machine is dropped", file: tc,
-			old: "return true; /* a syncookie's */", new: "return false;", tests: machines,
+			old: "return bpf_map_lookup_elem(&machines, &key) != NULL;", new: "return skb->sk && bpf_map_lookup_elem(&machines, &key);", tests: machines,
 		},
 		{
 			name: "reroute: anybody's answer passes for the proxy's to a machine", file: tc,
-			old: "return full && socket_is_of_proxy(full);", new: "return full != NULL;", tests: enters + "a_program_of_the_pod's_that_finds_it_a_listener_with",
+			old: "return bpf_map_lookup_elem(&machines, &key) != NULL;", new: "return true;", tests: enters + "a_program_of_the_pod's_that_finds_it_a_listener_with",
 		},
 		{
 			name: "reroute: no rule for what machines send", file: netns,
@@ -740,12 +740,8 @@ func mutations() []mutation {
 			old: "ctx->retval = 0;", new: ";", tests: "TestOriginalDestination$",
 		},
 		{
-			name: "original destination: the proxy's own connections have one", file: original,
-			old: "verdict->connects || ", new: "", tests: "TestOriginalDestination$",
-		},
-		{
 			name: "original destination: the pod's own connections have one", file: original,
-			old: "mark != MARK_PROXY || addr_is_own(cookie, &remote)", new: "mark != MARK_PROXY", tests: "TestOriginalDestination$",
+			old: "if (addr_is_own(cookie, &remote))", new: "if (0)", tests: "TestOriginalDestination$",
 		},
 		{
 			name: "original destination: what finds a listener by itself has one", file: original,
