@@ -143,9 +143,6 @@ func readStates(dir string) (saved map[string]savedPod, unread []error, err erro
 	boot := bootID()
 	for _, file := range files {
 		s, err := readState(file)
-		if errors.Is(err, errNotWritten) {
-			continue
-		}
 		if name := filepath.Base(file); err == nil && name != s.UID+stateSuffix {
 			err = fmt.Errorf("it is about the pod with UID %s, which has a file of its own: remove it", s.UID)
 		}
@@ -158,15 +155,9 @@ func readStates(dir string) (saved map[string]savedPod, unread []error, err erro
 	return saved, unread, nil
 }
 
-// errNotWritten says that a machine has stopped before a file's content was on the disk: the file is of another boot.
-var errNotWritten = errors.New("it is empty")
-
 func readState(file string) (savedPod, error) {
 	var s savedPod
 	b, err := os.ReadFile(file)
-	if err == nil && len(bytes.Trim(b, "\x00")) == 0 {
-		return s, errNotWritten
-	}
 	if err == nil {
 		err = json.Unmarshal(b, &s)
 	}
