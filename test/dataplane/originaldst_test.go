@@ -78,7 +78,7 @@ func originalDsts(c net.Conn) string {
 // carries those of apps to where they were for.
 func askingProxy(networks []string) int {
 	for _, network := range networks {
-		for _, port := range []int{15001, 15006, adminPort} {
+		for _, port := range []int{15001, 15006, nodeproxy.PortHBONE, adminPort} {
 			config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 				var errSet error
 				err := c.Control(func(fd uintptr) {
@@ -204,6 +204,13 @@ func TestOriginalDestination(t *testing.T) {
 				admin := netip.AddrPortFrom(addr(a.pod, family), adminPort)
 				touch(t, a.pod, admin)
 				a.said(t, fmt.Sprintf("on %d %s: %s", adminPort, admin, noOriginalDst))
+
+				// Peers are steered to the tunnel's end, and what the pod itself sends there is not.
+				tunnel := netip.AddrPortFrom(addr(a.pod, family), nodeproxy.PortHBONE)
+				touch(t, a.Outside, tunnel)
+				a.said(t, fmt.Sprintf("on %d %s: %s", nodeproxy.PortHBONE, tunnel, a.answer(tunnel)))
+				touch(t, a.pod, tunnel)
+				a.said(t, fmt.Sprintf("on %d %s: %s", nodeproxy.PortHBONE, tunnel, noOriginalDst))
 			})
 		})
 	}
