@@ -28,13 +28,14 @@ type pair struct{ client, server *net.TCPConn }
 func connectedPair(t *testing.T, ns *bed.NS) pair {
 	t.Helper()
 	var p pair
+	at := net.TCPAddrFromAddrPort(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), splicedPort))
 	err := ns.Do(func() error {
-		l, err := net.ListenTCP("tcp4", net.TCPAddrFromAddrPort(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), splicedPort)))
+		l, err := net.ListenTCP("tcp4", at)
 		if err != nil {
 			return err
 		}
 		defer l.Close()
-		if p.client, err = net.DialTCP("tcp4", nil, l.Addr().(*net.TCPAddr)); err != nil {
+		if p.client, err = net.DialTCP("tcp4", nil, at); err != nil {
 			return err
 		}
 		p.server, err = l.AcceptTCP()
