@@ -17,8 +17,9 @@ import (
 type Inspection struct {
 	enroll.Inspection
 	Health Health `json:"health"`
-	// Warnings is what needs somebody's attention; empty when nothing does.
+	// Warnings is what needs somebody's attention; empty when nothing does. Node is the same of the node, and does not count for Health.
 	Warnings []Warning `json:"warnings"`
+	Node     []Warning `json:"node"`
 }
 
 // inspected looks at the pod that a request names.
@@ -61,7 +62,11 @@ func (s *Server) inspect(r *http.Request) (any, error) {
 		warnings[i].Pod, warnings[i].UID = found.String(), found.UID
 	}
 	warnings = append(warnings, s.repaired(func(e uidEvent) bool { return e.uid == found.UID })...)
-	return &Inspection{*found, healthOf(warnings), warnings}, nil
+	node, err := s.aboutNode()
+	if err != nil {
+		return nil, err
+	}
+	return &Inspection{*found, healthOf(warnings), warnings, node}, nil
 }
 
 // watcherOf is a command that shows who changes things of a kind, or that they change.

@@ -31,14 +31,8 @@ func (s *Server) status(*http.Request) (any, error) {
 	if status.AdmittedFlows, err = s.Enroller.Datapath.Maps().Admitted(); err != nil {
 		return nil, err
 	}
-	if status.Hooks, err = s.hooks(); err != nil {
+	if err := s.lookAtNode(&status); err != nil {
 		return nil, err
-	}
-	if status.Maps, err = s.usages(); err != nil {
-		return nil, err
-	}
-	if s.Conditions != nil {
-		status.Conditions = s.Conditions()
 	}
 	for _, pod := range pods {
 		delete(captured, pod.NetNSCookie)
@@ -67,6 +61,32 @@ func (s *Server) status(*http.Request) (any, error) {
 	return status, nil
 }
 
+// lookAtNode fills in what is so of the node, whatever pods there are.
+func (s *Server) lookAtNode(status *Status) (err error) {
+	if status.Hooks, err = s.hooks(); err != nil {
+		return err
+	}
+	if status.Maps, err = s.usages(); err != nil {
+		return err
+	}
+	if s.Conditions != nil {
+		status.Conditions = s.Conditions()
+	}
+	return nil
+}
+
+// nodeWarnings say what of that needs attention.
+func nodeWarnings(status *Status) []Warning {
+	return append(append(conditionWarnings(status.Conditions), hookWarnings(status.Hooks)...), mapWarnings(status.Maps)...)
+}
+
+// aboutNode are the node's warnings for somebody who asks about a pod: what is wrong with the one may be why the other does not work.
+func (s *Server) aboutNode() ([]Warning, error) {
+	var status Status
+	err := s.lookAtNode(&status)
+	return append([]Warning{}, nodeWarnings(&status)...), err
+}
+
 // identityWarnings are about what is weaker than it was meant to be.
 func (s *Server) identityWarnings() []Warning {
 	if s.Identity == nil {
@@ -92,9 +112,7 @@ const maxUnnamed = 10
 // warnings says what needs attention. unnamed are the UIDs of pods that the kernel captures and the Enroller does not know.
 func warnings(status *Status, pods []enroll.Pod, unnamed []string) []Warning {
 	all := append([]Warning{}, noProxy(status)...)
-	all = append(all, conditionWarnings(status.Conditions)...)
-	all = append(all, hookWarnings(status.Hooks)...)
-	all = append(all, mapWarnings(status.Maps)...)
+	all = append(all, nodeWarnings(status)...)
 	for i := range pods {
 		pod := &pods[i]
 		for _, w := range podWarnings(status, pod) {

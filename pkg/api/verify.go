@@ -21,6 +21,8 @@ type Verification struct {
 	// Passed is whether no check has failed.
 	Passed bool           `json:"passed"`
 	Checks []verify.Check `json:"checks"`
+	// Node is what needs attention of the node; it is of no check.
+	Node []Warning `json:"node"`
 }
 
 func (s *Server) verify(r *http.Request) (any, error) {
@@ -48,6 +50,9 @@ func (s *Server) verify(r *http.Request) (any, error) {
 		addrs = found.Addresses
 	}
 	v := &Verification{Pod: found.String(), UID: found.UID, Passed: true}
+	if v.Node, err = s.aboutNode(); err != nil {
+		return nil, err
+	}
 	v.Checks = verify.Run(verify.Target{NS: ns, Maps: m, Addrs: addrs, Prober: verify.NewProber(config, s.Agent.Cgroup)})
 	v.Checks = append(v.Checks, objectsCheck(found))
 	why := causes{server: s, pod: found, hooks: hooks}

@@ -187,7 +187,10 @@ func TestFaultsAreNamedWithARemedyThatWorks(t *testing.T) {
 					}
 				}
 				note("status", n.status().Warnings, f.status)
-				note("pod", found.Warnings, f.pod)
+				note("pod", slices.Concat(found.Warnings, found.Node), f.pod)
+				if f.check == "" {
+					note("verify", v.Node, f.cause)
+				}
 				for _, c := range v.Checks {
 					if c.Name == f.check && c.Result == verify.Failed && hasAll(c.Cause+" -> "+c.Remedy, f.cause) {
 						said["verify"] = c.Cause + " -> " + c.Remedy
@@ -392,6 +395,7 @@ func (n *probeNode) faults(pod *bed.NS, m *maps.Maps) []injected {
 				n.enrolSpec(other)
 			},
 			status: []string{"map pods is full", "move pods off this node", "bpftool map dump pinned"},
+			pod:    []string{"map pods is full", "move pods off this node"}, cause: []string{"map pods is full", "move pods off this node"},
 		},
 		{
 			name: "the network namespace is replaced",

@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/redirector-dataplane/redirector/pkg/api"
 	"github.com/redirector-dataplane/redirector/pkg/cni"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/kube"
@@ -202,6 +203,16 @@ func TestTheAgentInstallsThePlugin(t *testing.T) {
 			t.Errorf("the configuration has no %s: %s", word, data)
 		}
 	}
+	// It goes while pods are captured, and who looks is told.
+	n.wantIn(n.run("mesh"))
+	if err := os.Remove(list); err != nil {
+		t.Fatal(err)
+	}
+	n.wantStatus(api.ReasonNotReady, "cni is not ready", "no valid CNI configuration", "directories")
+	if err := os.WriteFile(list, []byte(primary), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	n.wantReady()
 	state, err := cni.ReadNodeState(n.b.RunDir)
 	if err != nil {
 		t.Fatal(err)

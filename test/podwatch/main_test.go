@@ -231,6 +231,19 @@ func (n *node) wantStatus(reason api.Reason, words ...string) {
 		if status.Health != api.Red || !slices.ContainsFunc(status.Warnings, said) {
 			return fmt.Errorf("it is %s, and says %+v", status.Health, status.Warnings)
 		}
+		// Who asks about a pod is told of it, too.
+		pods, err := agent.Pods(n.t.Context())
+		if err != nil || len(pods) == 0 {
+			return fmt.Errorf("there are %d pods to ask about, %w", len(pods), err)
+		}
+		found, err := agent.Inspect(n.t.Context(), pods[0].UID)
+		if err != nil || !slices.ContainsFunc(found.Node, said) {
+			return fmt.Errorf("of pod %s it says %+v, %w", pods[0].UID, found.Node, err)
+		}
+		verified, err := agent.Verify(n.t.Context(), pods[0].UID)
+		if err != nil || !slices.ContainsFunc(verified.Node, said) {
+			return fmt.Errorf("verify of %s says %+v, %w", pods[0].UID, verified.Node, err)
+		}
 		return nil
 	})
 }

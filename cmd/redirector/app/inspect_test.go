@@ -166,15 +166,18 @@ func TestColoursAreForTerminals(t *testing.T) {
 	}
 }
 
-// Without an agent, status says what keeps one from running here, and else what goes on without.
-func TestStatusSaysWhyThereIsNoAgent(t *testing.T) {
-	r := run(t, nil, "status", "--run-dir", t.TempDir())
+// Without an agent, commands say what keeps one from running here, and else what goes on without.
+func TestCommandsSayWhyThereIsNoAgent(t *testing.T) {
 	var lacks *loader.FeatureError
-	if err := loader.CheckFeatures(); errors.As(err, &lacks) {
-		r.wantFailure(t, exitFailed, "no agent answers", "none can run here", lacks.Feature.Name, lacks.Feature.Since)
-		return
+	missing := errors.As(loader.CheckFeatures(), &lacks)
+	for _, args := range [][]string{{"status"}, {"pod", "web"}, {"verify"}} {
+		r := run(t, nil, append(args, "--run-dir", t.TempDir())...)
+		if missing {
+			r.wantFailure(t, exitFailed, "no agent answers", "none can run here", lacks.Feature.Name, lacks.Feature.Since)
+			continue
+		}
+		r.wantFailure(t, exitFailed, "no agent answers", "the dataplane works on without", "nothing is repaired")
 	}
-	r.wantFailure(t, exitFailed, "no agent answers", "the dataplane works on without", "nothing is repaired")
 }
 
 // readReport returns the files of a report by name.

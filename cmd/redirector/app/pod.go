@@ -114,7 +114,21 @@ func writePod(w io.Writer, s style, p *api.Inspection, now time.Time) error {
 	if err := tw.Flush(); err != nil {
 		return err
 	}
-	return writeWarnings(w, s, p.Warnings, true)
+	if err := writeWarnings(w, s, p.Warnings, true); err != nil {
+		return err
+	}
+	return writeNodeWarnings(w, s, p.Node)
+}
+
+// writeNodeWarnings lists what needs attention of the node, for who asks about a pod; nothing if nothing does.
+func writeNodeWarnings(w io.Writer, s style, warnings []api.Warning) error {
+	if len(warnings) == 0 {
+		return nil
+	}
+	if _, err := fmt.Fprintln(w, "\nthe node needs attention, too:"); err != nil {
+		return err
+	}
+	return writeWarningLines(w, s, warnings, true)
 }
 
 // proxyWords says what the node proxies have said of the pod.
@@ -130,6 +144,10 @@ func writeWarnings(w io.Writer, s style, warnings []api.Warning, onePod bool) er
 	if _, err := fmt.Fprintf(w, "\nwarnings: %d\n", len(warnings)); err != nil {
 		return err
 	}
+	return writeWarningLines(w, s, warnings, onePod)
+}
+
+func writeWarningLines(w io.Writer, s style, warnings []api.Warning, onePod bool) error {
 	for _, warning := range warnings {
 		about := ""
 		switch {

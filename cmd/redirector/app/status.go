@@ -5,7 +5,6 @@ package app
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -15,7 +14,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/redirector-dataplane/redirector/pkg/api"
-	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/pkg/zds"
 )
 
@@ -40,9 +38,6 @@ connections of all of them since each was enrolled, and what needs attention, wi
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return ask(cmd.Context(), runDir, 0, func(ctx context.Context, agent *api.Client) error {
 			status, err := agent.Status(ctx)
-			if errors.Is(err, api.ErrNoAgent) {
-				return whyNoAgent(err)
-			}
 			if err != nil {
 				return err
 			}
@@ -53,14 +48,6 @@ connections of all of them since each was enrolled, and what needs attention, wi
 		})
 	}
 	return cmd
-}
-
-// whyNoAgent adds to the error that no agent answers what keeps one from running here, if anything does, and what goes on without.
-func whyNoAgent(err error) error {
-	if lacks := loader.CheckFeatures(); lacks != nil {
-		return fmt.Errorf("%w: none can run here: %w", err, lacks)
-	}
-	return fmt.Errorf("%w; the dataplane works on without an agent: pods stay captured, but nothing is repaired", err)
 }
 
 func writeStatus(w io.Writer, st style, s *api.Status, now time.Time) error {

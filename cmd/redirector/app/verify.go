@@ -140,7 +140,10 @@ func writeVerifications(w io.Writer, s style, all []api.Verification) error {
 			}
 		}
 	}
-	return nil
+	if len(all) == 0 {
+		return nil
+	}
+	return writeNodeWarnings(w, s, all[len(all)-1].Node)
 }
 
 func resultColour(r verify.Result) colour {
