@@ -71,9 +71,9 @@ func CheckCgroup(dir string) error {
 	return nil
 }
 
-// FindCgroup2 returns where cgroup2 is mounted, as /proc/self/mounts tells.
+// FindCgroup2 returns where cgroup2 is mounted, as the calling thread sees it: threads may be in mount namespaces of their own.
 func FindCgroup2() (string, error) {
-	f, err := os.Open("/proc/self/mounts")
+	f, err := os.Open("/proc/thread-self/mounts")
 	if err != nil {
 		return "", fmt.Errorf("find the cgroup2 mount: %w", err)
 	}
