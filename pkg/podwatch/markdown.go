@@ -37,6 +37,17 @@ func Markdown() string {
 	return b.String()
 }
 
+// Annotations are the keys of all that the agent reads or writes of a pod's annotations.
+func Annotations() []string {
+	all := []string{
+		StatusAnnotation, annotationBypassInbound, annotationDNSCapture, annotationSidecar, annotationConfigHash, annotationMirror,
+	}
+	for _, list := range listAnnotations {
+		all = append(all, list.annotation)
+	}
+	return all
+}
+
 // exampleTimes stands for how often something has happened.
 const exampleTimes = "N times"
 

@@ -34,6 +34,8 @@ type Job struct {
 	// Duration ends the work, or Count operations of each client if that is not 0.
 	Duration time.Duration
 	Count    int
+	// Rate is how many operations all clients together begin in a second at most; 0 for as many as they can.
+	Rate int
 }
 
 // Result is what came of a Job.
@@ -63,7 +65,7 @@ func (client) Run(job Job, out *Result) error {
 	one, ok := map[string]func(*worker) error{
 		workConnect: (*worker).connects, workEcho: (*worker).requests, workStream: (*worker).stream, workDNS: (*worker).queries,
 	}[job.Work]
-	if !ok || job.Clients < 1 || job.Size < 1 || job.Size > maxMessage {
+	if !ok || job.Clients < 1 || job.Size < 1 || job.Size > maxMessage || job.Rate < 0 {
 		return fmt.Errorf("job %+v makes no sense", job)
 	}
 	workers := make([]*worker, job.Clients)
@@ -72,6 +74,11 @@ func (client) Run(job Job, out *Result) error {
 	var running sync.WaitGroup
 	for i := range workers {
 		workers[i] = &worker{Job: job, end: start.Add(job.Duration)}
+		if job.Rate > 0 {
+			// The clients take turns.
+			workers[i].every = time.Duration(job.Clients) * time.Second / time.Duration(job.Rate)
+			workers[i].next = start.Add(time.Duration(i) * time.Second / time.Duration(job.Rate))
+		}
 		running.Go(func() { errs[i] = one(workers[i]) })
 	}
 	running.Wait()
@@ -94,12 +101,18 @@ func (client) Run(job Job, out *Result) error {
 type worker struct {
 	Job
 	end                     time.Time
+	next                    time.Time     // when the next operation is due
+	every                   time.Duration // from one to the next; 0 if there is no rate to keep to
 	ops, bytes, connections uint64
 	took                    []time.Duration
 }
 
-// more says whether there is another operation to do. One is done in any case, however late it has become meanwhile.
+// more says whether there is another operation to do, when it is due. One is done in any case, however late it has become meanwhile.
 func (w *worker) more() bool {
+	if w.every > 0 {
+		time.Sleep(time.Until(w.next))
+		w.next = w.next.Add(w.every)
+	}
 	if w.Count > 0 {
 		return w.ops < uint64(w.Count)
 	}

@@ -100,6 +100,7 @@ func playRole() (code int, ok bool) {
 type options struct {
 	quick, check         bool
 	rounds, enrolments   int
+	rate                 int
 	window               time.Duration
 	out, history, commit string
 	other                string
@@ -116,6 +117,7 @@ func parse(args []string) (options, error) {
 	f.IntVar(&o.rounds, "rounds", 0, "how often each scenario is run with each subject (default 15, quick: 7)")
 	f.IntVar(&o.enrolments, "enrolments", 0, "how often a pod is enrolled with each subject (default 100, quick: 20)")
 	f.DurationVar(&o.window, "window", 0, "how long a scenario is run at a time (default 150ms, quick: 80ms)")
+	f.IntVar(&o.rate, "rate", 0, "begin no more than this many connections, requests, messages or queries in a second (default: as many as can be)")
 	f.StringVar(&o.out, "out", "", "write bench.json, bench.md and bench.svg into this `FOLDER`")
 	f.StringVar(&o.history, "history", "", "append the result to this `FILE`, as a line of JSON")
 	f.StringVar(&o.commit, "commit", "unknown", "what is measured")
@@ -150,8 +152,8 @@ func parse(args []string) (options, error) {
 		return o, fmt.Errorf("unexpected argument %q: see bench -help", f.Arg(0))
 	case o.rounds < fewest:
 		return o, fmt.Errorf("-rounds=%d: at least %d are needed for an interval", o.rounds, fewest)
-	case o.enrolments < 1 || o.window <= 0:
-		return o, errors.New("-enrolments and -window must be positive")
+	case o.enrolments < 1 || o.window <= 0 || o.rate < 0:
+		return o, errors.New("-enrolments, -window and -rate must be positive")
 	}
 	return o, nil
 }
@@ -205,7 +207,7 @@ func (o *options) pick(only, subjects string) error {
 
 // bench does it all.
 func bench(ctx context.Context, o options) error {
-	report := Report{Machine: machine(o.commit), Rounds: o.rounds, Window: o.window.String(), Subjects: o.subjects}
+	report := Report{Machine: machine(o.commit), Rounds: o.rounds, Window: o.window.String(), OpsPerSecond: o.rate, Subjects: o.subjects}
 	var err error
 	if !o.noEnrolments {
 		if report.Enrolments, err = enrolments(ctx, o.enrolments); err != nil {
@@ -271,6 +273,7 @@ func startSubjects(ctx context.Context, o options) ([]*subject, error) {
 		if err != nil {
 			return subjects, err
 		}
+		s.rate = o.rate
 		subjects = append(subjects, s)
 	}
 	return subjects, nil

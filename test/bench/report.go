@@ -19,13 +19,15 @@ import (
 
 // Report is all that a run has found.
 type Report struct {
-	Machine    Machine     `json:"machine"`
-	Rounds     int         `json:"rounds"`
-	Window     string      `json:"window"`
-	Subjects   []string    `json:"subjects"`
-	Rows       []Row       `json:"rows"`
-	Enrolments []Enrolment `json:"enrolments"`
-	Programs   []Program   `json:"programs"`
+	Machine Machine `json:"machine"`
+	Rounds  int     `json:"rounds"`
+	Window  string  `json:"window"`
+	// OpsPerSecond is how many operations were begun in a second at most; 0 if as many as could be.
+	OpsPerSecond int         `json:"ops_per_second,omitempty"`
+	Subjects     []string    `json:"subjects"`
+	Rows         []Row       `json:"rows"`
+	Enrolments   []Enrolment `json:"enrolments"`
+	Programs     []Program   `json:"programs"`
 }
 
 // write writes the report as JSON, as Markdown and as a picture.
@@ -59,7 +61,11 @@ func (r *Report) markdown() string {
 	var b strings.Builder
 	m := r.Machine
 	fmt.Fprintf(&b, "# Measured against the alternatives\n\nMade by `make bench`: commit %s, kernel %s, %d cores of %s, %s,"+
-		" load %s before and %s after. %d rounds of %s.\n\n", m.Commit, m.Kernel, m.Cores, m.CPU, m.Time, m.LoadBefore, m.LoadAfter, r.Rounds, r.Window)
+		" load %s before and %s after. %d rounds of %s.", m.Commit, m.Kernel, m.Cores, m.CPU, m.Time, m.LoadBefore, m.LoadAfter, r.Rounds, r.Window)
+	if r.OpsPerSecond > 0 {
+		fmt.Fprintf(&b, " No more than %d operations in a second.", r.OpsPerSecond)
+	}
+	fmt.Fprint(&b, "\n\n")
 	fmt.Fprint(&b, "![Rates as ratios to direct](bench.svg)\n\n")
 	r.markdownRatios(&b, "Rate or throughput, as a ratio to direct: more is better",
 		func(row Row) Interval { return row.Rate }, perSecond)

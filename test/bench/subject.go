@@ -56,6 +56,7 @@ type subject struct {
 	binary  string // that has the agent
 	splice  *splice
 	unwatch context.CancelFunc
+	rate    int // of its jobs
 }
 
 // captures says whether it is an agent that redirects.
@@ -318,7 +319,7 @@ func (s *subject) measure(sc scenario, duration time.Duration, count int) (Measu
 		return fail(err)
 	}
 	var r Result
-	job := Job{Work: sc.Work, Target: s.target(sc), Clients: sc.Clients, Size: sc.Size, Duration: duration, Count: count}
+	job := Job{Work: sc.Work, Target: s.target(sc), Clients: sc.Clients, Size: sc.Size, Duration: duration, Count: count, Rate: s.rate}
 	if err := s.clients[sc.Direction].Call("Bench.Run", job, &r); err != nil {
 		_, why := s.snapshot(sc.Direction) // what a server has to say is nearer to the cause
 		return fail(errors.Join(err, why))
