@@ -56,10 +56,9 @@ func commands(t *testing.T) string {
 	t.Helper()
 	var page bytes.Buffer
 	page.WriteString("# Commands and flags\n\nWhat `--help` says of each. Some flags have a twin in the environment, which their texts name.\n\n")
+	link := func(name string) string { return "#" + strings.ReplaceAll(strings.TrimSuffix(name, ".md"), "_", "-") }
 	var write func(*cobra.Command)
 	write = func(cmd *cobra.Command) {
-		link := func(name string) string { return "#" + strings.ReplaceAll(strings.TrimSuffix(name, ".md"), "_", "-") }
-		cmd.DisableAutoGenTag = true
 		if err := doc.GenMarkdownCustom(cmd, &page, link); err != nil {
 			t.Fatal(err)
 		}
@@ -70,7 +69,9 @@ func commands(t *testing.T) string {
 			}
 		}
 	}
-	write(app.Commands())
+	root := app.Commands()
+	root.DisableAutoGenTag = true // the same sources make the same page
+	write(root)
 	return page.String()
 }
 

@@ -62,11 +62,11 @@ func (s *Server) inspect(r *http.Request) (any, error) {
 		warnings[i].Pod, warnings[i].UID = found.String(), found.UID
 	}
 	warnings = append(warnings, s.repaired(func(e uidEvent) bool { return e.uid == found.UID })...)
-	node, err := s.aboutNode()
-	if err != nil {
+	var node Status
+	if err := s.lookAtNode(&node); err != nil {
 		return nil, err
 	}
-	return &Inspection{*found, healthOf(warnings), warnings, node}, nil
+	return &Inspection{*found, healthOf(warnings), warnings, nodeWarnings(&node)}, nil
 }
 
 // watcherOf is a command that shows who changes things of a kind, or that they change.

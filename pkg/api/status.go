@@ -75,16 +75,11 @@ func (s *Server) lookAtNode(status *Status) (err error) {
 	return nil
 }
 
-// nodeWarnings say what of that needs attention.
+// nodeWarnings say what of that needs attention. Who asks about a pod is told, too: it may be why that does not work.
 func nodeWarnings(status *Status) []Warning {
-	return append(append(conditionWarnings(status.Conditions), hookWarnings(status.Hooks)...), mapWarnings(status.Maps)...)
-}
-
-// aboutNode are the node's warnings for somebody who asks about a pod: what is wrong with the one may be why the other does not work.
-func (s *Server) aboutNode() ([]Warning, error) {
-	var status Status
-	err := s.lookAtNode(&status)
-	return append([]Warning{}, nodeWarnings(&status)...), err
+	all := append([]Warning{}, conditionWarnings(status.Conditions)...) // in JSON it is a list even when there are none
+	all = append(all, hookWarnings(status.Hooks)...)
+	return append(all, mapWarnings(status.Maps)...)
 }
 
 // identityWarnings are about what is weaker than it was meant to be.

@@ -41,21 +41,18 @@ func (s *Server) verify(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	hooks, err := s.hooks()
-	if err != nil {
+	var node Status
+	if err := s.lookAtNode(&node); err != nil {
 		return nil, err
 	}
 	addrs := found.IPs
 	if len(addrs) == 0 {
 		addrs = found.Addresses
 	}
-	v := &Verification{Pod: found.String(), UID: found.UID, Passed: true}
-	if v.Node, err = s.aboutNode(); err != nil {
-		return nil, err
-	}
+	v := &Verification{Pod: found.String(), UID: found.UID, Passed: true, Node: nodeWarnings(&node)}
 	v.Checks = verify.Run(verify.Target{NS: ns, Maps: m, Addrs: addrs, Prober: verify.NewProber(config, s.Agent.Cgroup)})
 	v.Checks = append(v.Checks, objectsCheck(found))
-	why := causes{server: s, pod: found, hooks: hooks}
+	why := causes{server: s, pod: found, hooks: node.Hooks}
 	for i := range v.Checks {
 		if v.Checks[i].Result == verify.Failed {
 			v.Passed = false

@@ -34,6 +34,23 @@ func TestConnectionsGoWhereTheyShould(t *testing.T) {
 	}
 }
 
+// No more is begun than the rate allows, but for each client's first.
+func TestARateIsKept(t *testing.T) {
+	const rate, clients, window = 200, 4, 200 * time.Millisecond
+	s := forTest(t, direct)
+	s.rate = rate
+	for _, work := range []string{workConnect, workEcho} {
+		sc := scenario{outbound, false, work, clients, small}
+		m, err := s.measure(sc, window, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if most := rate + clients/window.Seconds(); m.Rate <= 0 || m.Rate > most {
+			t.Errorf("%s: %.0f/s, want at most %.0f/s", sc, m.Rate, most)
+		}
+	}
+}
+
 func forTest(t *testing.T, name string) *subject {
 	t.Helper()
 	s, err := newSubject(t.Context(), name, "")

@@ -38,6 +38,14 @@ type Job struct {
 	Rate int
 }
 
+// turns is how long it takes to begin n operations; 0 if there is no rate to keep to.
+func (j *Job) turns(n int) time.Duration {
+	if j.Rate == 0 {
+		return 0
+	}
+	return time.Duration(n) * time.Second / time.Duration(j.Rate)
+}
+
 // Result is what came of a Job.
 type Result struct {
 	Ops, Bytes  uint64
@@ -74,11 +82,7 @@ func (client) Run(job Job, out *Result) error {
 	var running sync.WaitGroup
 	for i := range workers {
 		workers[i] = &worker{Job: job, end: start.Add(job.Duration)}
-		if job.Rate > 0 {
-			// The clients take turns.
-			workers[i].every = time.Duration(job.Clients) * time.Second / time.Duration(job.Rate)
-			workers[i].next = start.Add(time.Duration(i) * time.Second / time.Duration(job.Rate))
-		}
+		workers[i].next = start.Add(job.turns(i)) // the clients take turns
 		running.Go(func() { errs[i] = one(workers[i]) })
 	}
 	running.Wait()
@@ -101,17 +105,16 @@ func (client) Run(job Job, out *Result) error {
 type worker struct {
 	Job
 	end                     time.Time
-	next                    time.Time     // when the next operation is due
-	every                   time.Duration // from one to the next; 0 if there is no rate to keep to
+	next                    time.Time // when the next operation is due
 	ops, bytes, connections uint64
 	took                    []time.Duration
 }
 
 // more says whether there is another operation to do, when it is due. One is done in any case, however late it has become meanwhile.
 func (w *worker) more() bool {
-	if w.every > 0 {
+	if w.Rate > 0 {
 		time.Sleep(time.Until(w.next))
-		w.next = w.next.Add(w.every)
+		w.next = w.next.Add(w.turns(w.Clients))
 	}
 	if w.Count > 0 {
 		return w.ops < uint64(w.Count)

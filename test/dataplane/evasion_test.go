@@ -443,19 +443,11 @@ func (s *evasionStage) run(t *testing.T, e evasion, family string) {
 		p.saw(a.pod, nodeproxy.Outbound, a.local, a.remote)
 	}
 	got := accepted() - before
-	proxied := func() (n int64) {
-		for _, c := range s.proxy.connections() {
-			if c.UID == "uid-"+a.pod.Name {
-				n++
-			}
-		}
-		return n
-	}
+	known := int64(a.proxied())
 	// The proxy may note a connection after the next one.
-	for deadline := time.Now().Add(patience); e.proxied && got > proxied() && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(patience); e.proxied && got > known && time.Now().Before(deadline); known = int64(a.proxied()) {
 		time.Sleep(5 * time.Millisecond)
 	}
-	known := proxied()
 	if !e.proxied && known > 0 {
 		t.Errorf("the proxy has seen %d connections", known)
 	}
