@@ -409,7 +409,7 @@ func (l *inspector) routing() error {
 		if err != nil {
 			return err
 		}
-		have, err := l.n.handle.RuleList(family)
+		have, err := l.n.listRules(family)
 		if err != nil {
 			return fmt.Errorf("list the %s rules: %w", name, err)
 		}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/pkg/loader"
+	"github.com/redirector-dataplane/redirector/pkg/netdump"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
@@ -166,9 +167,14 @@ func (n *podNet) dropRules(family int, reroute []string) error {
 	})
 }
 
+// listRules lists all rules.
+func (n *podNet) listRules(family int) ([]netlink.Rule, error) {
+	return netdump.Whole(func() ([]netlink.Rule, error) { return n.handle.RuleList(family) })
+}
+
 // removeRules removes those of our rules that are to go.
 func (n *podNet) removeRules(family int, goes func(*netlink.Rule) bool) error {
-	list, err := n.handle.RuleList(family)
+	list, err := n.listRules(family)
 	if err != nil {
 		return fmt.Errorf("list the %s rules: %w", familyName(family), err)
 	}
@@ -203,9 +209,14 @@ func (n *podNet) findTable(family int) (int, error) {
 	return 0, fmt.Errorf("%s has routes of its own in all tables from %d to %d: remove them from one", n.ns.Path(), firstTable, firstTable+tables-1)
 }
 
+// listRoutes lists the routes that are like one.
+func (n *podNet) listRoutes(family int, like *netlink.Route, by uint64) ([]netlink.Route, error) {
+	return netdump.Whole(func() ([]netlink.Route, error) { return n.handle.RouteListFiltered(family, like, by) })
+}
+
 // routesIn lists the routes of a table.
 func (n *podNet) routesIn(family, table int) ([]netlink.Route, error) {
-	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+	routes, err := n.listRoutes(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return nil, fmt.Errorf("list the %s routes of table %d: %w", familyName(family), table, err)
 	}
@@ -218,7 +229,7 @@ func (n *podNet) removeRouting(family int) error {
 		return nil
 	}
 	errs := []error{n.removeRules(family, func(*netlink.Rule) bool { return true })}
-	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
+	routes, err := n.listRoutes(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return errors.Join(append(errs, fmt.Errorf("list the %s routes: %w", familyName(family), err))...)
 	}
@@ -286,7 +297,7 @@ func (n *podNet) look(open *openSysctls) (was before, err error) {
 
 // addrs lists the addresses of all interfaces, with the index of the interface that carries each.
 func (n *podNet) addrs() (map[netip.Addr]int, error) {
-	list, err := n.handle.AddrList(nil, netlink.FAMILY_ALL)
+	list, err := netdump.Whole(func() ([]netlink.Addr, error) { return n.handle.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {
 		return nil, fmt.Errorf("list the addresses of %s: %w", n.ns.Path(), err)
 	}
@@ -300,7 +311,7 @@ func (n *podNet) addrs() (map[netip.Addr]int, error) {
 }
 
 func (n *podNet) listLinks() error {
-	links, err := n.handle.LinkList()
+	links, err := netdump.Whole(n.handle.LinkList)
 	if err != nil {
 		return err
 	}
@@ -345,7 +356,7 @@ func (n *podNet) exit(ips []netip.Addr, own map[netip.Addr]int) (string, error) 
 
 // leadsBack says whether routes or rules of the pod's make more local than its addresses.
 func (n *podNet) leadsBack(family int, own map[netip.Addr]int) (bool, error) {
-	routes, err := n.handle.RouteListFiltered(family, &netlink.Route{Type: unix.RTN_LOCAL}, netlink.RT_FILTER_TYPE|netlink.RT_FILTER_TABLE)
+	routes, err := n.listRoutes(family, &netlink.Route{Type: unix.RTN_LOCAL}, netlink.RT_FILTER_TYPE|netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return false, fmt.Errorf("list the local %s routes of %s: %w", familyName(family), n.ns.Path(), err)
 	}
@@ -363,7 +374,7 @@ func (n *podNet) leadsBack(family int, own map[netip.Addr]int) (bool, error) {
 			return true, nil
 		}
 	}
-	rules, err := n.handle.RuleList(family)
+	rules, err := n.listRules(family)
 	if err != nil {
 		return false, fmt.Errorf("list the %s rules of %s: %w", familyName(family), n.ns.Path(), err)
 	}

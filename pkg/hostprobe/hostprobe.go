@@ -13,6 +13,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
+
+	"github.com/redirector-dataplane/redirector/pkg/netdump"
 )
 
 // Addrs are the addresses that probes come from; a zero one is none.
@@ -174,7 +176,7 @@ func look() (netlink.Link, map[netip.Addr]int, error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("find the host's lo: %w", err)
 	}
-	list, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
+	list, err := netdump.Whole(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {
 		return nil, nil, fmt.Errorf("list the host's addresses: %w", err)
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/redirector-dataplane/redirector/bpf"
+	"github.com/redirector-dataplane/redirector/pkg/netdump"
 	"github.com/redirector-dataplane/redirector/pkg/podns"
 )
 
@@ -245,7 +246,7 @@ func RemoveUnusedClsact(handle *netlink.Handle, l netlink.Link) error {
 
 // HasClsact returns the indices of the interfaces that have a clsact qdisc.
 func HasClsact(handle *netlink.Handle) ([]int, error) {
-	qdiscs, err := handle.QdiscList(nil)
+	qdiscs, err := netdump.Whole(func() ([]netlink.Qdisc, error) { return handle.QdiscList(nil) })
 	if err != nil {
 		return nil, fmt.Errorf("list the queueing disciplines: %w", err)
 	}
@@ -258,9 +259,13 @@ func HasClsact(handle *netlink.Handle) ([]int, error) {
 	return found, nil
 }
 
+func listFilters(handle *netlink.Handle, l netlink.Link, parent uint32) ([]netlink.Filter, error) {
+	return netdump.Whole(func() ([]netlink.Filter, error) { return handle.FilterList(l, parent) })
+}
+
 // seals lists our filters on the interface, and says whether one is the first of all there.
 func seals(handle *netlink.Handle, l netlink.Link) (found []*netlink.BpfFilter, first bool, err error) {
-	filters, err := handle.FilterList(l, netlink.HANDLE_MIN_EGRESS)
+	filters, err := listFilters(handle, l, netlink.HANDLE_MIN_EGRESS)
 	if err != nil {
 		return nil, false, fmt.Errorf("list the filters of %s: %w", l.Attrs().Name, err)
 	}
@@ -275,7 +280,7 @@ func seals(handle *netlink.Handle, l netlink.Link) (found []*netlink.BpfFilter, 
 
 func clsactUsed(handle *netlink.Handle, l netlink.Link) (bool, error) {
 	for _, parent := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {
-		filters, err := handle.FilterList(l, parent)
+		filters, err := listFilters(handle, l, parent)
 		if err != nil {
 			return false, fmt.Errorf("list the filters of %s: %w", l.Attrs().Name, err)
 		}
