@@ -257,7 +257,7 @@ func copyListeners(to, from *ebpf.Map) error {
 	ins = append(ins,
 		asm.LoadMapPtr(asm.R1, to.FD()), asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, at),
 		asm.Mov.Reg(asm.R3, asm.R7), asm.Mov.Imm(asm.R4, int32(ebpf.UpdateNoExist)), asm.FnMapUpdateElem.Call())
-	if err := iterate("sockmap", ins, from); err != nil {
+	if err := iterate(iterSockets, ins, from); err != nil {
 		return err
 	}
 	// The program cannot tell what did not fit.
@@ -287,7 +287,7 @@ func copySockets(to, from *ebpf.Map) error {
 	ins = append(ins,
 		asm.LoadMapPtr(asm.R1, to.FD()), asm.Mov.Reg(asm.R2, asm.R7),
 		asm.Mov.Reg(asm.R3, asm.RFP), asm.Add.Imm(asm.R3, at), asm.Mov.Imm(asm.R4, create), asm.FnSkStorageGet.Call())
-	return iterate("bpf_sk_storage_map", ins, from)
+	return iterate(iterNotes, ins, from)
 }
 
 // done is where a program of this file ends.
@@ -307,14 +307,26 @@ func toStack(ins asm.Instructions, from, to uint32) (asm.Instructions, int32) {
 	return ins, at
 }
 
-// iterate runs a program on every entry of a map; kind is the iterator's name in the kernel.
-func iterate(kind string, ins asm.Instructions, m *ebpf.Map) (err error) {
+// The kernel's names of iterators: over the sockets in a map, and over what a map holds of sockets.
+const (
+	iterSockets = "sockmap"
+	iterNotes   = "bpf_sk_storage_map"
+)
+
+// loadIterator loads a program that runs on every entry of a map.
+func loadIterator(kind string, ins asm.Instructions) (*ebpf.Program, error) {
 	ins = append(ins, asm.Mov.Imm(asm.R0, 0).WithSymbol(done), asm.Return())
-	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+	return ebpf.NewProgram(&ebpf.ProgramSpec{
 		Name: "redir_copy", Type: ebpf.Tracing, AttachType: ebpf.AttachTraceIter, AttachTo: kind, License: "Dual BSD/GPL", Instructions: ins,
 	})
+}
+
+// iterate runs a program on every entry of a map; kind is the iterator's name in the kernel.
+func iterate(kind string, ins asm.Instructions, m *ebpf.Map) (err error) {
+	prog, err := loadIterator(kind, ins)
 	if err != nil {
-		return fmt.Errorf("load the program that copies: %w", err)
+		return fmt.Errorf("load the program that copies (`redirector check` knows of it as iterators over maps of sockets): %w: "+
+			"run the version before again, or drain the node and run its `redirector cleanup`", err)
 	}
 	defer prog.Close()
 	l, err := link.AttachIter(link.IterOptions{Program: prog, Map: m})

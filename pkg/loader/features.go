@@ -221,6 +221,11 @@ func Features() []Feature {
 			helpers: []helper{{ebpf.CGroupSock, asm.FnSkStorageGet}},
 		},
 		{
+			Name: "iterators over maps of sockets", Since: "5.11", Option: "CONFIG_BPF_SYSCALL", Optional: true,
+			Without: "an agent whose maps have another layout cannot take over from the one before, and does not start; capture goes on",
+			probe:   ProbeIterators,
+		},
+		{
 			Name: "SO_NETNS_COOKIE", Since: "5.14",
 			Without: "the agent cannot learn the number by which programs know a pod",
 			probe:   probeNetnsCookieOption,
@@ -401,6 +406,21 @@ func TryJIT() (bool, error) {
 		return false, nil // there is no compiled code of it
 	}
 	return err == nil, err
+}
+
+// ProbeIterators tries what an upgrade to another layout of maps copies sockets by. It needs kernel 5.11; some kernels that have it
+// answer unix.EPERM whoever asks.
+func ProbeIterators() error {
+	for _, kind := range []string{iterSockets, iterNotes} {
+		prog, err := loadIterator(kind, nil)
+		if err != nil {
+			return err
+		}
+		if err := prog.Close(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // probePidfdGetfd asks for a file of this process that is not open: a kernel that knows the call says so.

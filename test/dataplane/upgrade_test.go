@@ -27,6 +27,7 @@ import (
 	"github.com/redirector-dataplane/redirector/pkg/enroll"
 	"github.com/redirector-dataplane/redirector/pkg/fault"
 	"github.com/redirector-dataplane/redirector/pkg/hostprobe"
+	"github.com/redirector-dataplane/redirector/pkg/loader"
 	"github.com/redirector-dataplane/redirector/test/agent"
 	"github.com/redirector-dataplane/redirector/test/bed"
 	"github.com/redirector-dataplane/redirector/test/rebuild"
@@ -346,6 +347,9 @@ func TestUpgradesUnderLoad(t *testing.T) {
 	if testing.Short() {
 		t.Skip("a soak test")
 	}
+	if err := loader.ProbeIterators(); err != nil {
+		t.Skipf("needs iterators over maps of sockets: %v", err)
+	}
 	agents := buildAgents(t, map[string][]rebuild.Edit{"v1": nil, "v2": rebuild.Grown()})
 	s := newSite(t, agents["v1"])
 	for i := range 10 {
@@ -374,6 +378,9 @@ func TestUpgradesUnderLoad(t *testing.T) {
 func TestAnUpgradeIsInterrupted(t *testing.T) {
 	if testing.Short() {
 		t.Skip("a soak test")
+	}
+	if err := loader.ProbeIterators(); err != nil {
+		t.Skipf("needs iterators over maps of sockets: %v", err)
 	}
 	agents := buildAgents(t, map[string][]rebuild.Edit{"v1": nil, "v2": append(rebuild.Grown(), rebuild.Crashing()...)})
 	s := newSite(t, agents["v1"])

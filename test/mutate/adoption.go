@@ -47,12 +47,12 @@ func adoptionMutations() []mutation {
 		},
 		{
 			name: "adoption: listeners are not copied", file: bridge,
-			old: `if err := iterate("sockmap", ins, from); err != nil {`, new: "if err := error(nil); err != nil {",
+			old: `if err := iterate(iterSockets, ins, from); err != nil {`, new: "if err := error(nil); err != nil {",
 			tests: "TestListenersAreCopied", pkg: loaderTests,
 		},
 		{
 			name: "adoption: notes of sockets are not copied", file: bridge,
-			old: `return iterate("bpf_sk_storage_map", ins, from)`, new: "return nil", tests: "TestNotesOfSocketsAreCopied", pkg: loaderTests,
+			old: `return iterate(iterNotes, ins, from)`, new: "return nil", tests: "TestNotesOfSocketsAreCopied", pkg: loaderTests,
 		},
 		{
 			name: "adoption: flows are admitted in the new map only", file: datapath,
