@@ -28,7 +28,8 @@ func TestAnInterruptedListIsAskedForAgain(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			calls := 0
 			got, err := Whole(func() ([]int, error) {
-				if calls++; calls <= c.interrupted {
+				calls++
+				if calls <= c.interrupted {
 					return nil, netlink.ErrDumpInterrupted
 				}
 				return []int{7}, c.err
